@@ -1,0 +1,104 @@
+"""Eviction (paper Alg. 1, lines 2–3): who is due, how many tokens go, and freeing of blocks
+that are left without any live token. All modes but ``off`` share this code, so ``naive`` and
+``lazy`` take the same decisions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from vtoken.config import VTokenConfig
+from vtoken.policies.base import EvictionPolicy, LiveView, checked_victims, protected_tokens
+from vtoken.policies.registry import make_policy
+from vtoken.ports import BlockPoolPort
+from vtoken.request_kv import RequestKV
+from vtoken.stats import VTokenStats
+from vtoken.types import IdArray
+
+logger = logging.getLogger(__name__)
+
+EvictionListener = Callable[[RequestKV, int, IdArray], None]
+"""Called with the request, its logical length and the victims, after they were marked dead."""
+
+
+class Evictor:
+    """Applies one policy with one budget to every request; both can change between steps."""
+
+    def __init__(self, config: VTokenConfig, pool: BlockPoolPort, stats: VTokenStats) -> None:
+        self._pool = pool
+        self._stats = stats
+        self.listener: EvictionListener | None = None
+        self.policy: EvictionPolicy
+        self.reconfigure(config)
+
+    def reconfigure(self, config: VTokenConfig) -> None:
+        """Use another policy or budget from the next eviction on.
+
+        Raises:
+            ConfigError: the policy or its arguments are unknown; the old ones stay.
+        """
+        self.policy = make_policy(config)
+        self._config = config
+        self._stats.inc("evicted_tokens_total", 0, config.policy)
+
+    def evict_if_due(self, kv: RequestKV, num_computed: int) -> None:
+        """Bring the request down to its budget if an eviction is due.
+
+        Args:
+            kv: the request; its table and blocks change.
+            num_computed: tokens whose K/V exists; later ones cannot be victims.
+        """
+        if num_computed < kv.next_evict_at:
+            return
+        kv.next_evict_at = num_computed + self._config.evict_interval_tokens
+        if not self.policy.evicts:
+            return
+        victims = self._select(kv, num_computed)
+        if len(victims):
+            self._evict(kv, num_computed, victims)
+
+    def _select(self, kv: RequestKV, num_computed: int) -> IdArray:
+        config = self._config
+        live_ids = kv.table.live_ids(before=num_computed)
+        excess = len(live_ids) - config.target_live_tokens(num_computed)
+        if excess <= 0:
+            return live_ids[:0]
+        view = LiveView(live_ids, num_computed, kv.num_prompt_tokens, kv.request_seed)
+        protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
+        num_victims = min(excess, len(live_ids) - int(protected.sum()))
+        if num_victims <= 0:
+            return live_ids[:0]
+        try:
+            return checked_victims(self.policy, view, num_victims, protected)
+        except Exception:
+            # A broken policy must not take the engine down; the request keeps its tokens.
+            logger.exception("policy %r failed on request %s", self.policy.name, kv.req_id)
+            self._stats.inc("policy_errors_total", 1, self.policy.name)
+            return live_ids[:0]
+
+    def _evict(self, kv: RequestKV, num_computed: int, victims: IdArray) -> None:
+        if not kv.num_evicted:
+            # What is computed from here on depends on the eviction: never share it.
+            self._pool.stop_caching(kv.req_id)
+        kv.blocks.remove_tokens(kv.table.evict_tokens(victims))
+        kv.num_evicted += len(victims)
+        kv.row_stale = True
+        self._stats.inc("evicted_tokens_total", len(victims), self.policy.name)
+        self.free_empty_blocks(kv, num_computed)
+        if self.listener is not None:
+            self.listener(kv, num_computed, victims)
+
+    def free_empty_blocks(self, kv: RequestKV, num_computed: int) -> None:
+        """Give back blocks without live token, except the tail block and sources in flight."""
+        empty = kv.blocks.empty_indices(num_computed // kv.table.block_size)
+        if kv.plan is not None:
+            empty = np.setdiff1d(empty, kv.plan.source_indices, assume_unique=True)
+        if not len(empty):
+            return
+        block_ids = kv.blocks.give_back(empty)
+        self._pool.replace(kv.req_id, empty.tolist(), [0] * len(empty))
+        self._pool.free(block_ids[::-1].tolist())
+        self._stats.inc("freed_blocks_total", len(empty), "empty")

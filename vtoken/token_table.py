@@ -1,0 +1,170 @@
+"""The token table of one request (paper §3.2): logical token → physical slot, and liveness.
+
+Stands between policies, which name logical tokens, and the pool, which knows blocks. Exactly
+three operations mutate it; everything else reads:
+
+    evict_tokens      a policy's decision: metadata only, nothing is moved or freed
+    sync_new_tokens   the request grew: new tokens sit where vLLM's block list puts them
+    apply_moves       a relocation was copied: tokens change place, all or none
+
+Memory is O(L): 4 + 2 + 1 bytes a token, whatever the model (112 KiB at 16 K tokens).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vtoken.errors import PlanError, TokenTableError
+from vtoken.types import IdArray, SlotArray
+
+_INITIAL_CAPACITY = 256
+
+
+class TokenTable:
+    """Maps logical token ids ``0 … num_tokens - 1`` to ``(block_id, offset)`` with a live bit."""
+
+    __slots__ = ("_block_id", "_live", "_offset", "block_size", "num_live", "num_tokens")
+
+    def __init__(self, block_size: int) -> None:
+        """Start empty.
+
+        Args:
+            block_size: slots per block, 1 … 32767.
+        """
+        self.block_size = block_size
+        self.num_tokens = 0
+        self.num_live = 0
+        self._block_id = np.zeros(_INITIAL_CAPACITY, np.int32)
+        self._offset = np.zeros(_INITIAL_CAPACITY, np.int16)
+        self._live = np.zeros(_INITIAL_CAPACITY, np.bool_)
+
+    # -- the three mutations ---------------------------------------------------------------
+
+    def evict_tokens(self, token_ids: IdArray) -> NDArray[np.int32]:
+        """Mark tokens dead; attention stops reading them with the next row.
+
+        Args:
+            token_ids: ``[n]`` distinct live ids.
+
+        Returns:
+            ``[n]`` the block of each evicted token.
+
+        Raises:
+            TokenTableError: an id is unknown, dead or repeated; nothing was changed.
+        """
+        ids = np.asarray(token_ids, np.int64)
+        self._require_live(ids)
+        if len(np.unique(ids)) != len(ids):
+            raise TokenTableError(f"{len(ids)} ids to evict, only {len(np.unique(ids))} distinct")
+        self._live[ids] = False
+        self.num_live -= len(ids)
+        blocks: NDArray[np.int32] = self._block_id[ids]
+        return blocks
+
+    def sync_new_tokens(self, block_ids: NDArray[np.int32], total_tokens: int) -> None:
+        """Register tokens ``num_tokens … total_tokens - 1`` as live, where their block puts them.
+
+        Args:
+            block_ids: blocks that hold the new tokens, in order, starting with the block of
+                token ``num_tokens`` (list index ``num_tokens // block_size``).
+            total_tokens: length of the request from now on.
+
+        Raises:
+            TokenTableError: the request would shrink, or ``block_ids`` do not cover it.
+        """
+        start, size = self.num_tokens, self.block_size
+        first = start // size
+        needed = (total_tokens - 1) // size - first + 1 if total_tokens > start else 0
+        if total_tokens < start or len(block_ids) < needed:
+            raise TokenTableError(
+                f"sync from {start} to {total_tokens} tokens needs {needed} blocks of {size}, "
+                f"got {len(block_ids)}"
+            )
+        if total_tokens > len(self._live):
+            self._grow(total_tokens)
+        if total_tokens == start + 1:  # decode: one token, no temporary arrays
+            self._block_id[start] = block_ids[0]
+            self._offset[start] = start % size
+        else:
+            ids = np.arange(start, total_tokens)
+            self._block_id[start:total_tokens] = block_ids[ids // size - first]
+            self._offset[start:total_tokens] = ids % size
+        self._live[start:total_tokens] = True
+        self.num_live += total_tokens - start
+        self.num_tokens = total_tokens
+
+    def apply_moves(self, token_ids: IdArray, src_slots: SlotArray, dst_slots: SlotArray) -> None:
+        """Point tokens at their copies: source cleared and destination set in one step.
+
+        Args:
+            token_ids, src_slots, dst_slots: ``[n]`` each; ids live and distinct.
+
+        Raises:
+            PlanError: a token is dead or not at its source, a destination repeats, or is held
+                by another live token of this request; nothing was changed.
+        """
+        if not len(token_ids) == len(src_slots) == len(dst_slots):
+            raise PlanError(
+                f"{len(token_ids)} tokens, {len(src_slots)} sources, {len(dst_slots)} destinations"
+            )
+        try:
+            self._require_live(token_ids)
+        except TokenTableError as error:
+            raise PlanError(f"cannot move: {error}") from error
+        at = self.slots_of(token_ids)
+        if not np.array_equal(at, src_slots):
+            i = int(np.flatnonzero(at != src_slots)[0])
+            raise PlanError(f"token {token_ids[i]} is at slot {at[i]}, plan says {src_slots[i]}")
+        if len(np.unique(dst_slots)) != len(dst_slots):
+            raise PlanError(f"{len(dst_slots)} moves to {len(np.unique(dst_slots))} distinct slots")
+        held = np.setdiff1d(self.live_slots(), src_slots, assume_unique=True)
+        clash = np.intersect1d(held, dst_slots)
+        if len(clash):
+            raise PlanError(f"destination slot {clash[0]} is held by a live token")
+        self._block_id[token_ids] = dst_slots // self.block_size
+        self._offset[token_ids] = dst_slots % self.block_size
+
+    # -- reads -----------------------------------------------------------------------------
+
+    def live_ids(self, before: int | None = None) -> IdArray:
+        """Ids of live tokens below ``before`` (default: all), ascending; ``[num_live]``."""
+        end = self.num_tokens if before is None else min(before, self.num_tokens)
+        ids: IdArray = np.flatnonzero(self._live[:end])
+        return ids
+
+    def slots_of(self, token_ids: IdArray) -> SlotArray:
+        """Slots of the given tokens (Eq. 2), live or dead; ``[n]`` int32."""
+        slots: SlotArray = self._block_id[token_ids] * np.int32(self.block_size)
+        slots += self._offset[token_ids]
+        return slots
+
+    def live_slots(self) -> SlotArray:
+        """Slots of all live tokens in logical order: what attention reads; ``[num_live]``."""
+        return self.slots_of(self.live_ids())
+
+    def blocks_of(self, token_ids: IdArray) -> NDArray[np.int32]:
+        """Block ids of the given tokens, live or dead; ``[n]``."""
+        blocks: NDArray[np.int32] = self._block_id[token_ids]
+        return blocks
+
+    def is_live(self, token_ids: IdArray) -> NDArray[np.bool_]:
+        """Live bit of each given token; ``[n]``."""
+        live: NDArray[np.bool_] = self._live[token_ids]
+        return live
+
+    def _require_live(self, token_ids: IdArray) -> None:
+        if not len(token_ids):
+            return
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.num_tokens:
+            raise TokenTableError(f"ids {low} … {high} outside 0 … {self.num_tokens - 1}")
+        live = self._live[token_ids]
+        if not live.all():
+            raise TokenTableError(f"token {token_ids[np.flatnonzero(~live)[0]]} is already dead")
+
+    def _grow(self, needed: int) -> None:
+        extra = max(2 * len(self._live), needed) - len(self._live)
+        self._block_id = np.concatenate([self._block_id, np.zeros(extra, np.int32)])
+        self._offset = np.concatenate([self._offset, np.zeros(extra, np.int16)])
+        self._live = np.concatenate([self._live, np.zeros(extra, np.bool_)])
