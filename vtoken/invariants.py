@@ -13,6 +13,7 @@ import numpy as np
 from vtoken.errors import InvariantViolationError
 from vtoken.occupancy import BlockOccupancy
 from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.types import SlotArray
 
 
 def check_conservation(req_id: str, num_tokens: int, before: str, after: str) -> None:
@@ -54,6 +55,25 @@ def check_unique_mapping(kv: RequestKV) -> None:
             f"request {kv.req_id}: block {held[i]} has {expected[i]} live tokens, "
             f"occupancy says {kv.blocks.num_live[i]}",
         )
+
+
+def check_row(kv: RequestKV, row: SlotArray) -> None:
+    """I2: what attention read is the table's live tokens, in logical order.
+
+    Raises:
+        InvariantViolationError: with the first difference.
+    """
+    expected = kv.table.live_slots()
+    if np.array_equal(expected, row):
+        return
+    shorter = min(len(expected), len(row))
+    differs = np.flatnonzero(expected[:shorter] != row[:shorter])
+    at = int(differs[0]) if len(differs) else shorter
+    raise InvariantViolationError(
+        "I2",
+        f"request {kv.req_id}: attention read {len(row)} slots, the table has {len(expected)} "
+        f"live tokens; first difference at live token {at}",
+    )
 
 
 def _live_per_place(held: np.ndarray, block_of_token: np.ndarray, req_id: str) -> np.ndarray:

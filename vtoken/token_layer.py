@@ -143,6 +143,15 @@ class TokenLayer:
         """I1 from the worker's digests, counted."""
         self._checked("I1", invariants.check_conservation, req_id, num_tokens, before, after)
 
+    def check_row(self, req_id: str, row: SlotArray) -> None:
+        """I2 across processes: the forward read exactly the slots that the table names.
+
+        Only meaningful before anything changed since that forward was scheduled.
+        """
+        kv = self.requests.get(req_id)
+        if kv is not None:
+            self._checked("I2", invariants.check_row, kv, row)
+
     def check_all(self) -> None:
         """Every invariant that can be read off the state, of every request.
 

@@ -1,0 +1,194 @@
+"""One engine arm: a process that starts one real engine and runs workloads on it.
+
+Run as ``python -m tests.engine.arm SPEC.json RESULT.json``. A process of its own because vLLM
+keeps global state, and because a mutant must not leak into other tests. The engine runs inside
+the process (no engine-core subprocess): admission then depends on nothing but the workload, so
+two arms build the same batches, and the driver can look at the scheduler between steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+TEXT = Path(__file__).parents[2] / "LICENSE"
+
+
+def main(spec_path: str, result_path: str) -> None:
+    """Start the engine of the spec, run its workloads in order, write their results."""
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        HF_HUB_OFFLINE="1",
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_LOGGING_LEVEL="ERROR",
+        VLLM_PLUGINS="vtoken",
+    )
+    spec = json.loads(Path(spec_path).read_text())
+    arm = Arm(spec)
+    results = {workload["name"]: arm.run(workload) for workload in spec["workloads"]}
+    Path(result_path).write_text(json.dumps(results))
+
+
+class Arm:
+    """One engine and what the workloads need of it."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        from vtoken.config import VTokenConfig
+        from vtoken.integration.vllm.plugin import engine_args
+
+        if spec.get("mutant") == "no_copy":
+            _skip_every_copy()
+        config = VTokenConfig.from_dict({"mode": "off", **spec.get("vtoken", {})})
+        kwargs = {
+            "model": spec["model"],
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 32,
+            "block_size": 16 if config.mode != "off" else 32,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 1 << 29,
+            "seed": 0,
+            "disable_log_stats": True,
+            **engine_args(config),
+            **spec.get("engine", {}),
+        }
+        self.llm = LLM(**kwargs)
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.layer = getattr(self.scheduler, "layer", None)
+        self.token_ids = self.llm.get_tokenizer()(TEXT.read_text())["input_ids"]
+        self.num_requests = 0
+
+    def run(self, workload: dict[str, Any]) -> dict[str, Any]:
+        """Run one workload to the end; see the keys read below."""
+        if workload.get("stress"):
+            return self._stress(workload["stress"])
+        from vllm import SamplingParams
+
+        if workload.get("patch"):
+            answer = self.core.vtoken_call("set_policy", {"changes": workload["patch"]})
+            assert "ok" in answer, answer
+        before = self._counters()
+        params = SamplingParams(
+            temperature=workload.get("temperature", 0.0),
+            max_tokens=workload["max_tokens"],
+            ignore_eos=True,
+            logprobs=workload.get("logprobs"),
+            detokenize=False,
+        )
+        ids = []
+        for start, length in workload["prompts"]:
+            ids.append(f"r{self.num_requests}")
+            self.num_requests += 1
+            prompt = {"prompt_token_ids": self.token_ids[start : start + length]}
+            self.engine.add_request(ids[-1], prompt, params)
+        outputs, trace = self._drain()
+        self._settle()
+        return {
+            "ids": ids,
+            "tokens": [list(outputs[i].outputs[0].token_ids) for i in ids],
+            "logprobs": [_logprobs(outputs[i]) for i in ids],
+            "prompts": [self.token_ids[s : s + n] for s, n in workload["prompts"]],
+            "trace": trace,
+            "counters": _difference(self._counters(), before),
+            "evictions": self._evictions(),
+            "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+            "total_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            "classes": self._classes(),
+        }
+
+    def _stress(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Random lengths, shared prefixes and aborts in every phase; see stress.py."""
+        from tests.engine.stress import Stress
+
+        before = self._counters()
+        report = Stress(self, **options).run()
+        self._settle()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            **report,
+            "counters": _difference(self._counters(), before),
+            "free_blocks": pool.get_num_free_blocks(),
+            "total_blocks": pool.num_gpu_blocks - 1,
+            "num_tables": len(self.layer.requests),
+        }
+
+    def _drain(self) -> tuple[dict[str, Any], list[list[float]]]:
+        outputs, trace = {}, []
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    outputs[output.request_id.split("-")[0]] = output
+            trace.append(self._trace())
+        return outputs, trace
+
+    def _trace(self) -> list[float]:
+        """``[running, waiting, retained blocks, waste ratio]`` after a step."""
+        counts = self.scheduler.get_request_counts()
+        if self.layer is None:
+            return [*counts, 0, 0]
+        occupancy = self.layer.occupancy
+        return [*counts, occupancy.retained_blocks, occupancy.waste_ratio]
+
+    def _settle(self) -> None:
+        """Let plans in flight settle, as the busy loop of a served engine does."""
+        for _ in range(3):
+            if self.scheduler.has_requests():
+                self.core.step_fn()
+
+    def _counters(self) -> dict[str, float]:
+        if self.layer is None:
+            return {}
+        counters = self.layer.stats.snapshot()["counters"]
+        flat = {"steps": float(self.scheduler.num_steps)}
+        for name, rows in counters.items():
+            for labels, value in rows:
+                flat["/".join([name, *labels])] = value
+        return flat
+
+    def _evictions(self) -> list[Any]:
+        if self.layer is None:
+            return []
+        log = [[i.split("-")[0], n, ids] for i, n, ids in self.scheduler.eviction_log]
+        self.scheduler.eviction_log.clear()
+        return log
+
+    def _classes(self) -> dict[str, str]:
+        worker = self.core.model_executor.driver_worker.worker
+        runner = worker.model_runner
+        layers = runner.compilation_config.static_forward_context.values()
+        objects = {
+            "scheduler": self.scheduler,
+            "worker": worker,
+            "runner": runner,
+            "attention": next(iter(layers)).impl,
+        }
+        return {k: f"{type(v).__module__}.{type(v).__qualname__}" for k, v in objects.items()}
+
+
+def _logprobs(output: Any) -> list[list[list[float]]]:
+    steps = output.outputs[0].logprobs or []
+    return [sorted([token, value.logprob] for token, value in step.items()) for step in steps]
+
+
+def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+def _skip_every_copy() -> None:
+    """The mutant that table checks cannot see: moves are committed, bytes stay behind."""
+    from vtoken.kv_pool import KVPool
+
+    KVPool.copy = lambda self, src_slots, dst_slots: 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

@@ -1,0 +1,144 @@
+"""Slot rows against a dictionary of lists, and their errors."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vtoken.errors import TokenTableError
+from vtoken.integration.vllm.slot_rows import SlotRows
+from vtoken.kv_view import SlotGeometry
+
+GEOMETRY = SlotGeometry(block_size=4, num_kv_heads=3, head_size=8)
+MAX_REQS, MAX_LEN, NUM_SLOTS = 4, 30, 400
+
+
+def make_rows():
+    return SlotRows(MAX_REQS, MAX_LEN, GEOMETRY)
+
+
+def slots(*numbers):
+    return np.array(numbers, np.int32)
+
+
+def append(rows, req_ids, num_new, write):
+    rows.append(rows.rows(req_ids), np.array(num_new, np.int32), np.array(write, np.int64))
+
+
+class RowsAgainstDictionary(RuleBasedStateMachine):
+    """Random rows, drops and mixed steps; the model is ``{req_id: [canonical slots]}``."""
+
+    @initialize()
+    def start(self):
+        self.rows = make_rows()
+        self.model = {}
+        self.address = self.rows.table.data_ptr()
+
+    @rule(data=st.data(), live=st.lists(st.integers(0, NUM_SLOTS - 1), max_size=MAX_LEN))
+    def set_row(self, data, live):
+        """New requests while there is room, otherwise structural changes of known ones."""
+        names = "abcdefg" if len(self.model) < MAX_REQS else sorted(self.model)
+        req_id = data.draw(st.sampled_from(names))
+        self.rows.set_row(req_id, slots(*live))
+        self.model[req_id] = list(live)
+
+    @rule(gone=st.sets(st.sampled_from("abcdefg"), max_size=3))
+    def drop(self, gone):
+        """Finished and preempted requests, known or not."""
+        self.rows.drop(gone)
+        for req_id in gone:
+            self.model.pop(req_id, None)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def step(self, data):
+        """Part of the requests, in any order, decodes and prefills mixed."""
+        batch = data.draw(st.permutations(sorted(self.model)))
+        batch = batch[: data.draw(st.integers(1, len(batch)))]
+        room = [self.rows.width - len(self.model[req_id]) for req_id in batch]
+        num_new = [data.draw(st.integers(min(1, r), min(r, 7))) for r in room]
+        write = data.draw(
+            st.lists(st.integers(0, NUM_SLOTS - 1), min_size=sum(num_new), max_size=sum(num_new))
+        )
+        append(self.rows, batch, num_new, write)
+        for req_id, count in zip(batch, num_new, strict=True):
+            self.model[req_id] += write[:count]
+            write = write[count:]
+
+    @invariant()
+    def rows_equal_the_model(self):
+        """Canonical rows, kernel slots, lengths and the free list agree with the model."""
+        assert len(self.rows) == len(self.model)
+        assert self.rows.table.data_ptr() == self.address
+        for req_id, live in self.model.items():
+            assert self.rows.canonical(req_id).tolist() == live
+            row = self.rows.rows([req_id])
+            assert self.rows.lens(row).tolist() == [len(live)]
+            kernel = self.rows.table[int(row[0]), : len(live)].numpy()
+            assert kernel.tolist() == [s // 4 * 24 + s % 4 for s in live]
+
+
+TestRowsAgainstDictionary = RowsAgainstDictionary.TestCase
+TestRowsAgainstDictionary.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def test_width_leaves_a_block_beyond_the_longest_request():
+    """30 tokens are 8 blocks of 4, plus one block."""
+    assert make_rows().width == 36
+
+
+def test_row_survives_steps_without_the_request():
+    """A request that is merely not scheduled keeps its row, wherever the batch goes."""
+    rows = make_rows()
+    rows.set_row("a", slots(8, 9))
+    rows.set_row("b", slots())
+    append(rows, ["b"], [3], [20, 21, 22])
+    append(rows, ["b", "a"], [1, 1], [23, 10])
+    assert rows.canonical("a").tolist() == [8, 9, 10]
+    assert rows.canonical("b").tolist() == [20, 21, 22, 23]
+
+
+def test_dropped_rows_are_given_to_others():
+    """The free list never runs dry through finish and preemption."""
+    rows = make_rows()
+    for i in range(10 * MAX_REQS):
+        rows.set_row(f"r{i}", slots(i))
+        rows.drop([f"r{i}", "never seen"])
+    assert len(rows) == 0
+
+
+def test_scheduled_request_without_row_is_an_error_with_numbers():
+    """A row that the scheduler forgot to send is named."""
+    rows = make_rows()
+    rows.set_row("a", slots())
+    with pytest.raises(TokenTableError, match=r"2 of 3 .* first 'x'; .* 1 requests"):
+        rows.rows(["a", "x", "y"])
+
+
+def test_more_requests_than_rows_is_an_error():
+    """The table does not grow: its address is fixed."""
+    rows = make_rows()
+    for i in range(MAX_REQS):
+        rows.set_row(f"r{i}", slots())
+    with pytest.raises(TokenTableError, match="'late': all 4 are taken"):
+        rows.set_row("late", slots())
+
+
+def test_rows_longer_than_the_table_are_refused():
+    """Both ways to grow a row check its width and change nothing."""
+    rows = make_rows()
+    with pytest.raises(TokenTableError, match="37 live tokens, a row holds 36"):
+        rows.set_row("a", slots(*range(37)))
+    rows.set_row("a", slots(*range(35)))
+    with pytest.raises(TokenTableError, match="37 of 36"):
+        append(rows, ["a"], [2], [50, 51])
+    assert rows.canonical("a").tolist() == list(range(35))
+
+
+def test_write_slots_must_match_the_new_tokens():
+    """A mismatch between vLLM's slot mapping and the scheduled counts is caught."""
+    rows = make_rows()
+    rows.set_row("a", slots())
+    with pytest.raises(TokenTableError, match="3 write slots for 2 new tokens"):
+        append(rows, ["a"], [2], [1, 2, 3])

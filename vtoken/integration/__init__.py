@@ -1,0 +1,1 @@
+"""Engines that vToken plugs into."""

@@ -1,0 +1,122 @@
+"""The control channel: one utility method on vLLM's EngineCore (DESIGN §3, "Admin").
+
+The API process calls it by name over vLLM's own socket; EngineCore runs it between steps, so
+a change takes effect on the next step and never in the middle of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vtoken.config import LIVE_FIELDS
+from vtoken.errors import ConfigError, VTokenError
+from vtoken.integration.vllm.scheduler import VTokenSchedulerMixin
+from vtoken.policies.registry import catalogue
+
+Payload = dict[str, Any]
+
+
+def vtoken_call(engine_core: Any, op: str, payload: Payload | None = None) -> Payload:
+    """Answer one control call; bound to EngineCore as a method by the plugin.
+
+    Args:
+        engine_core: vLLM's EngineCore.
+        op: a key of :data:`OPERATIONS`.
+        payload: its arguments.
+
+    Returns:
+        ``{"ok": result}``, or ``{"error": {type, field, value, bound, message}}``; it raises
+        nothing, since an exception here would cross the socket as a bare string.
+    """
+    scheduler = engine_core.scheduler
+    if not isinstance(scheduler, VTokenSchedulerMixin):
+        return _error("ModeOff", "vToken is off in this engine")
+    handler = OPERATIONS.get(op)
+    if handler is None:
+        return _error("UnknownOperation", f"no operation {op!r}: {', '.join(OPERATIONS)}")
+    try:
+        return {"ok": handler(scheduler, payload or {})}
+    except ConfigError as error:
+        return _error("ConfigError", str(error), error.field, repr(error.value), error.bound)
+    except VersionConflictError as error:
+        return _error("VersionConflict", str(error))
+
+
+class VersionConflictError(VTokenError):
+    """The policy document changed since the caller read it."""
+
+
+def _error(
+    kind: str, message: str, field: str | None = None, value: str | None = None, bound: Any = None
+) -> Payload:
+    details = {"type": kind, "message": message, "field": field, "value": value, "bound": bound}
+    return {"error": details}
+
+
+def _snapshot(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    return scheduler.layer.snapshot()
+
+
+def _get_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    layer = scheduler.layer
+    values = layer.config.to_dict()
+    document = {name: values[name] for name in values if name in LIVE_FIELDS}
+    return {"version": layer.policy_version, "document": document, "mode": layer.config.mode}
+
+
+def _set_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    layer = scheduler.layer
+    expected = payload.get("expected_version")
+    if expected is not None and expected != layer.policy_version:
+        raise VersionConflictError(
+            f"policy is at version {layer.policy_version}, the change expects {expected}"
+        )
+    layer.patch(payload["changes"])
+    return _get_policy(scheduler, payload)
+
+
+def _state(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    layer = scheduler.layer
+    skips = layer.stats.snapshot()["counters"]["reclaim_skipped_total"]
+    num_running, num_waiting = scheduler.get_request_counts()
+    return {
+        "pool": layer.pool_state(),
+        "requests": [_request_state(scheduler, req_id) for req_id in layer.requests],
+        "relocations": list(scheduler.recent_relocations),
+        "skips": {labels[0]: value for labels, value in skips},
+        "engine": {"running": num_running, "waiting": num_waiting, "steps": scheduler.num_steps},
+    }
+
+
+def _request_state(scheduler: VTokenSchedulerMixin, req_id: str) -> Payload:
+    kv = scheduler.layer.requests[req_id]
+    request = scheduler.requests[req_id]
+    return {
+        "request_id": req_id,
+        "status": request.status.name.lower(),
+        "num_tokens": request.num_tokens,
+        "num_computed_tokens": request.num_computed_tokens,
+        "live_tokens": kv.table.num_live,
+        "evicted_tokens": kv.num_evicted,
+        "retained_blocks": kv.blocks.retained,
+        "ideal_blocks": kv.ideal_blocks,
+    }
+
+
+def _policies(scheduler: VTokenSchedulerMixin, payload: Payload) -> list[Payload]:
+    return catalogue()
+
+
+def _evictions(scheduler: VTokenSchedulerMixin, payload: Payload) -> list[Any]:
+    return list(scheduler.eviction_log)
+
+
+OPERATIONS: dict[str, Callable[[VTokenSchedulerMixin, Payload], Any]] = {
+    "snapshot": _snapshot,
+    "get_policy": _get_policy,
+    "set_policy": _set_policy,
+    "state": _state,
+    "policies": _policies,
+    "evictions": _evictions,
+}

@@ -1,0 +1,48 @@
+"""Where vLLM meets vToken: the ``vllm.general_plugins`` entry point and the engine arguments.
+
+Nothing happens by installing the package. :func:`register` only teaches EngineCore the control
+call; scheduler and worker are ours only if :func:`engine_args` went into the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vtoken.config import VTokenConfig
+from vtoken.integration.vllm.compat import check_vllm_version
+
+DEFAULT_BLOCK_SIZE = 16
+
+
+def register() -> None:
+    """Called by vLLM in every process (API, engine core, worker), possibly more than once.
+
+    Raises:
+        UnsupportedError: the installed vLLM is not a version that this package was built for.
+    """
+    check_vllm_version()
+    from vllm.v1.engine.core import EngineCore
+
+    from vtoken.integration.vllm.engine_core import vtoken_call
+
+    EngineCore.vtoken_call = vtoken_call
+
+
+def engine_args(config: VTokenConfig) -> dict[str, Any]:
+    """Arguments for ``LLM(...)``, ``AsyncEngineArgs(...)`` or the ``vllm serve`` namespace.
+
+    Args:
+        config: with mode ``off`` the result is empty: stock vLLM, by construction.
+
+    Raises:
+        UnsupportedError: the installed vLLM is not a version that this package was built for.
+    """
+    if config.mode == "off":
+        return {}
+    check_vllm_version()
+    return {
+        "scheduler_cls": "vtoken.integration.vllm.scheduler.VTokenScheduler",
+        "worker_cls": "vtoken.integration.vllm.worker.VTokenCPUWorker",
+        "block_size": DEFAULT_BLOCK_SIZE,
+        "additional_config": {"vtoken": config.to_dict()},
+    }

@@ -1,0 +1,134 @@
+"""The worker's rows: which slots attention reads, one row per request, in logical order.
+
+A row is the worker's image of a token table. The scheduler sends it whole when a request
+starts, resumes or changes structurally; otherwise the worker appends the slots that each step
+writes. Rows belong to requests, not to places in vLLM's batch: reordering the batch or leaving
+a request out of a step touches nothing here.
+
+    table[row]   k₀ k₁ k₂ … k₍len₋₁₎ | stale …        kernel slots, int32
+    lens[row]    number of live entries
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vtoken.errors import TokenTableError
+from vtoken.kv_view import SlotGeometry
+from vtoken.types import SlotArray
+
+RowArray = NDArray[np.int64]
+
+
+class SlotRows:
+    """Slot rows of all requests that the worker holds state for.
+
+    Attributes:
+        table: ``[max_num_reqs, width]`` int32 kernel slots, read by the attention ops. Its
+            address never changes.
+        width: tokens per row: ``max_model_len`` rounded up to whole blocks, plus one block.
+    """
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, geometry: SlotGeometry) -> None:
+        block_size = geometry.block_size
+        self.width = (-(-max_model_len // block_size) + 1) * block_size
+        self.table = torch.zeros(max_num_reqs, self.width, dtype=torch.int32)
+        self._geometry = geometry
+        self._table = self.table.numpy()
+        self._lens = np.zeros(max_num_reqs, np.int64)
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(max_num_reqs))[::-1]
+
+    def __contains__(self, req_id: str) -> bool:
+        return req_id in self._row_of
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def set_row(self, req_id: str, slots: SlotArray) -> None:
+        """Replace the row of ``req_id`` by canonical ``slots`` (``[num_live]``, logical order).
+
+        Raises:
+            TokenTableError: no row is free, or the row is longer than ``width``.
+        """
+        if len(slots) > self.width:
+            raise TokenTableError(
+                f"request {req_id!r} has {len(slots)} live tokens, a row holds {self.width}"
+            )
+        row = self._row_of.get(req_id)
+        if row is None:
+            if not self._free:
+                raise TokenTableError(
+                    f"no slot row for request {req_id!r}: all {len(self._lens)} are taken"
+                )
+            row = self._row_of[req_id] = self._free.pop()
+        self._table[row, : len(slots)] = self._geometry.kernel_slots(slots)
+        self._lens[row] = len(slots)
+
+    def drop(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that finished or were preempted; unknown ones are ignored."""
+        for req_id in req_ids:
+            row = self._row_of.pop(req_id, None)
+            if row is not None:
+                self._lens[row] = 0
+                self._free.append(row)
+
+    def rows(self, req_ids: Sequence[str]) -> RowArray:
+        """Row numbers of ``req_ids``, in order: int64 ``[num_reqs]``.
+
+        Raises:
+            TokenTableError: a request never got a row from the scheduler.
+        """
+        try:
+            return np.array(list(map(self._row_of.__getitem__, req_ids)), np.int64)
+        except KeyError:
+            missing = [req_id for req_id in req_ids if req_id not in self._row_of]
+            raise TokenTableError(
+                f"{len(missing)} of {len(req_ids)} scheduled requests have no slot row, first "
+                f"{missing[0]!r}; the scheduler sent rows for {len(self._row_of)} requests"
+            ) from None
+
+    def append(
+        self, rows: RowArray, num_new: NDArray[np.int32], write_slots: NDArray[np.int64]
+    ) -> None:
+        """Append to ``rows[i]`` the next ``num_new[i]`` of the canonical ``write_slots``.
+
+        ``write_slots`` is ``[num_new.sum()]``, requests one after the other. Rows are distinct.
+
+        Raises:
+            TokenTableError: numbers disagree or a row would overflow; nothing was changed.
+        """
+        starts = self._lens[rows]
+        ends = starts + num_new
+        total = int(num_new.sum())
+        if total != len(write_slots):
+            raise TokenTableError(f"{len(write_slots)} write slots for {total} new tokens")
+        if len(ends) and int(ends.max()) > self.width:
+            raise TokenTableError(f"a row would hold {int(ends.max())} of {self.width} tokens")
+        kernel = self._geometry.kernel_slots(write_slots)
+        if total == len(rows) and int(num_new.max(initial=0)) == 1:
+            self._table[rows, starts] = kernel
+        else:
+            # Column of token t of request i: starts[i] + (t - first token of i).
+            shift = starts - (np.cumsum(num_new) - num_new)
+            columns = np.repeat(shift, num_new) + np.arange(total)
+            self._table[np.repeat(rows, num_new), columns] = kernel
+        self._lens[rows] = ends
+
+    def lens(self, rows: RowArray) -> RowArray:
+        """Live tokens of ``rows``, int64; a copy."""
+        return self._lens[rows]
+
+    def canonical(self, req_id: str) -> SlotArray:
+        """Canonical slots of the live tokens of ``req_id``, logical order; a copy.
+
+        Raises:
+            TokenTableError: the request has no row.
+        """
+        row = int(self.rows([req_id])[0])
+        slots: SlotArray = self._geometry.canonical_slots(self._table[row, : self._lens[row]])
+        return slots

@@ -1,0 +1,113 @@
+"""What can be served with vToken, decided before anything is allocated (DESIGN §10).
+
+Every refusal names the setting and the reason; ``--vtoken-mode off`` lifts all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
+
+from vtoken.config import VTokenConfig
+from vtoken.errors import UnsupportedError
+from vtoken.integration.vllm.compat import check_vllm_version
+
+CONFIG_KEY = "vtoken"
+"""Key of our settings inside vLLM's ``additional_config``."""
+
+
+def vtoken_config(vllm_config: VllmConfig) -> VTokenConfig:
+    """Our settings, as they travelled inside vLLM's configuration.
+
+    Raises:
+        ConfigError: they are not valid.
+        UnsupportedError: there are none, so the engine was not set up through us.
+    """
+    values = (vllm_config.additional_config or {}).get(CONFIG_KEY)
+    if values is None:
+        raise UnsupportedError(
+            f"additional_config has no {CONFIG_KEY!r}: start through vtoken-serve or pass "
+            "vtoken.integration.vllm.plugin.engine_args(config) to the engine"
+        )
+    return VTokenConfig.from_dict(values)
+
+
+def check_supported(vllm_config: VllmConfig) -> None:
+    """Refuse configurations that the token layer cannot serve correctly.
+
+    Raises:
+        UnsupportedError: lists every reason, not only the first.
+    """
+    check_vllm_version()
+    _raise_if(list(_config_reasons(vllm_config)))
+
+
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse models whose attention is not plain full attention in one KV cache group.
+
+    Raises:
+        UnsupportedError: lists every reason.
+    """
+    _raise_if(list(_group_reasons(kv_cache_config)))
+
+
+def _raise_if(reasons: list[str]) -> None:
+    if reasons:
+        raise UnsupportedError(
+            "vToken cannot serve this: " + "; ".join(reasons) + ". Use --vtoken-mode off."
+        )
+
+
+def _config_reasons(config: VllmConfig) -> Iterator[str]:
+    model, parallel = config.model_config, config.parallel_config
+    if not current_platform.is_cpu():
+        yield f"platform {current_platform.device_name}: only the CPU engine is supported so far"
+    if model.runner_type != "generate":
+        yield f"runner {model.runner_type!r}: only text generation has a KV cache to evict from"
+    if model.use_mla:
+        yield "multi-head latent attention (MLA) stores latents, not K and V per token"
+    if model.is_hybrid:
+        yield "hybrid and state-space models keep state that is not per token"
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models have cross-attention blocks"
+    if model.is_multimodal_model:
+        yield "multimodal models are not supported"
+    if config.speculative_config is not None:
+        yield "speculative decoding rolls computed tokens back"
+    if config.kv_transfer_config is not None:
+        yield "KV connectors read and write blocks on their own schedule"
+    if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"):
+        yield f"kv_cache_dtype={config.cache_config.cache_dtype!r} has no token-granular CPU kernel"
+    for name in (
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        size = getattr(parallel, name)
+        if size > 1:
+            yield f"{name}={size}, must be 1"
+    if parallel.use_ubatching:
+        yield "dual batch overlap splits a batch behind the scheduler's back"
+    if config.use_v2_model_runner:
+        yield "Model Runner V2 is in use: set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def _group_reasons(config: KVCacheConfig) -> Iterator[str]:
+    groups = config.kv_cache_groups
+    if len(groups) != 1:
+        yield f"{len(groups)} KV cache groups, must be 1"
+    for group in groups:
+        spec = group.kv_cache_spec
+        if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
+            yield f"attention of type {type(spec).__name__}, must be FullAttentionSpec"
+        elif spec.sliding_window is not None:
+            yield f"sliding window of {spec.sliding_window} tokens"
+        elif spec.attention_chunk_size is not None:
+            yield f"chunked attention of {spec.attention_chunk_size} tokens"
+        elif spec.non_causal:
+            yield "non-causal attention"
