@@ -42,8 +42,8 @@ class Arm:
         from vtoken.config import VTokenConfig
         from vtoken.integration.vllm.plugin import engine_args
 
-        if spec.get("mutant") == "no_copy":
-            _skip_every_copy()
+        if spec.get("mutant"):
+            MUTANTS[spec["mutant"]]()
         config = VTokenConfig.from_dict({"mode": "off", **spec.get("vtoken", {})})
         kwargs = {
             "model": spec["model"],
@@ -102,6 +102,7 @@ class Arm:
             "evictions": self._evictions(),
             "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "total_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+            "finish_reasons": [outputs[i].outputs[0].finish_reason for i in ids],
             "classes": self._classes(),
         }
 
@@ -188,6 +189,46 @@ def _skip_every_copy() -> None:
     from vtoken.kv_pool import KVPool
 
     KVPool.copy = lambda self, src_slots, dst_slots: 0
+
+
+def _fail_every_third_copy() -> None:
+    """A copy engine with a fault: some batches raise before anything is written."""
+    import itertools
+
+    from vtoken.kv_pool import KVPool
+
+    calls, copy = itertools.count(1), KVPool.copy
+
+    def flaky(self: Any, src_slots: Any, dst_slots: Any) -> int:
+        if next(calls) % 3 == 0:
+            raise MemoryError("injected fault")
+        return copy(self, src_slots, dst_slots)
+
+    KVPool.copy = flaky
+
+
+def _break_random_policy() -> None:
+    """A policy that answers with protected, dead and too few tokens in turn."""
+    import itertools
+
+    from vtoken.policies.random import RandomPolicy
+
+    answers = itertools.cycle(
+        [
+            lambda view, n, protected: view.live_ids[:n],
+            lambda view, n, protected: view.live_ids[~protected][: n - 1],
+            lambda view, n, protected: view.live_ids[-1:].repeat(n),
+            lambda view, n, protected: 1 / 0,
+        ]
+    )
+    RandomPolicy.select_victims = lambda self, *args: next(answers)(*args)
+
+
+MUTANTS = {
+    "no_copy": _skip_every_copy,
+    "flaky_copy": _fail_every_third_copy,
+    "broken_policy": _break_random_policy,
+}
 
 
 if __name__ == "__main__":
