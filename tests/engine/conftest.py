@@ -54,6 +54,6 @@ def _run(spec: str, folder: Path) -> Results:
         check=False,
     )
     if done.returncode:
-        pytest.fail(f"arm ended with {done.returncode}\n{spec}\n{done.stderr[-6000:]}")
+        pytest.fail(f"arm ended with {done.returncode}\n{spec}\n{done.stderr[-2500:]}")
     results: Results = json.loads((folder / "result.json").read_text())
     return results

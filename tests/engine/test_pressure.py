@@ -38,7 +38,7 @@ def make_spec(trigger: str, **extra: Any) -> dict[str, Any]:
         },
         "engine": {
             "dtype": "float32",
-            "max_model_len": 1024,
+            "max_model_len": 512,
             "kv_cache_memory_bytes": NUM_BLOCKS * BLOCK_BYTES_FP32,
         },
         "workloads": [
