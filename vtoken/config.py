@@ -23,6 +23,9 @@ VERIFY_LEVELS: tuple[str, ...] = ("off", "sampled", "full")
 
 LIVE_FIELDS: frozenset[str] = frozenset(
     {
+        "mode",
+        "headroom_blocks",
+        "verify",
         "policy",
         "policy_args",
         "keep_ratio",
@@ -34,6 +37,8 @@ LIVE_FIELDS: frozenset[str] = frozenset(
         "low_watermark_ratio",
         "max_source_blocks",
         "check_interval_steps",
+        "score_interval_steps",
+        "score_window_tokens",
     }
 )
 """Fields that may change while requests run (``PATCH /admin/policy``)."""
@@ -69,10 +74,16 @@ class VTokenConfig:
     """Relocate only while free blocks / total blocks is at or below this, in [0, 1]."""
     headroom_blocks: int = 4
     """Blocks kept back from admission as destinations of relocations (lazy only)."""
-    max_source_blocks: int = 8
+    max_source_blocks: int = 32
     """B: most source blocks that one request's plan may empty."""
     check_interval_steps: int = 1
     """Engine steps between two looks for relocation work."""
+    score_layers: tuple[int, ...] | None = None
+    """Attention layers whose scores policies see, counted from 0; default: four, evenly spread."""
+    score_interval_steps: int = 8
+    """Decode steps of a request between two observations of its attention."""
+    score_window_tokens: int = 16
+    """Last queries of a prefill whose attention is observed."""
     verify: Verify = "off"
     """Online checks of I1, I2, I4: ``off``, ``sampled`` (every 16th plan) or ``full``."""
     record_evictions: bool = False
@@ -84,6 +95,9 @@ class VTokenConfig:
         """Check every bound; see the field docstrings."""
         _check_choice("mode", self.mode, MODES)
         _check_choice("verify", self.verify, VERIFY_LEVELS)
+        _check_policy(self.policy, self.policy_args)
+        if not isinstance(self.record_evictions, bool):
+            raise ConfigError("record_evictions", self.record_evictions, "true or false")
         _check_budget(self.keep_ratio, self.budget_tokens)
         _check_int("sink_tokens", self.sink_tokens, 0, 4096)
         _check_int("recent_tokens", self.recent_tokens, 1, 1_000_000)
@@ -93,6 +107,9 @@ class VTokenConfig:
         _check_int("headroom_blocks", self.headroom_blocks, 0, 1_000_000)
         _check_int("max_source_blocks", self.max_source_blocks, 2, 65_536)
         _check_int("check_interval_steps", self.check_interval_steps, 1, 1_000_000)
+        _check_int("score_interval_steps", self.score_interval_steps, 1, 1_000_000)
+        _check_int("score_window_tokens", self.score_window_tokens, 1, 1024)
+        object.__setattr__(self, "score_layers", _checked_layers(self.score_layers))
         _check_int("seed", self.seed, 0, 2**32 - 1)
         if self.budget_tokens is not None:
             protected = self.sink_tokens + self.recent_tokens
@@ -142,7 +159,7 @@ class VTokenConfig:
 
         Setting one of ``keep_ratio`` and ``budget_tokens`` clears the other; changing
         ``policy`` without ``policy_args`` drops the old policy's arguments; ``null`` resets a
-        field to its default.
+        field to its default (``keep_ratio``, when in use: the default ``budget_tokens``).
 
         Raises:
             ConfigError: the field is unknown or fixed while the engine runs, or out of bounds.
@@ -150,12 +167,16 @@ class VTokenConfig:
         for name in changes:
             if name not in LIVE_FIELDS:
                 raise ConfigError(name, changes[name], unknown_field_hint(name, LIVE_FIELDS))
+        if changes.get("mode", self.mode) == "off":
+            raise ConfigError("mode", "off", "naive or lazy while the engine runs")
         defaults = {f.name: _default(f) for f in dataclasses.fields(self)}
         values = {name: defaults[name] if v is None else v for name, v in changes.items()}
         if changes.get("keep_ratio") is not None and changes.get("budget_tokens") is None:
             values["budget_tokens"] = None
         elif changes.get("budget_tokens") is not None and changes.get("keep_ratio") is None:
             values["keep_ratio"] = None
+        elif "keep_ratio" in changes and self.keep_ratio is not None:
+            values["budget_tokens"] = defaults["budget_tokens"]
         elif "budget_tokens" in changes and self.keep_ratio is not None:
             values["budget_tokens"] = None
         if "policy" in values and values["policy"] != self.policy:
@@ -163,11 +184,11 @@ class VTokenConfig:
         return dataclasses.replace(self, **values)
 
 
-def unknown_field_hint(name: str, known: set[str] | frozenset[str]) -> str:
+def unknown_field_hint(name: str, known: set[str] | frozenset[str], what: str = "fields") -> str:
     """The bound part of a :class:`ConfigError` for an unknown name, with the nearest known."""
     near = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"known fields are {', '.join(sorted(known))}{hint}"
+    return f"known {what} are {', '.join(sorted(known))}{hint}"
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:
@@ -179,6 +200,13 @@ def _default(f: dataclasses.Field[Any]) -> Any:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(name, value, f"one of {', '.join(choices)}")
+
+
+def _check_policy(policy: object, policy_args: object) -> None:
+    if not isinstance(policy, str) or not policy:
+        raise ConfigError("policy", policy, "the name of a policy")
+    if not isinstance(policy_args, Mapping):
+        raise ConfigError("policy_args", policy_args, "an object of argument names and values")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:
@@ -194,6 +222,20 @@ def _check_ratio(name: str, value: object, *, upper_open: bool = False) -> None:
         raise ConfigError(name, value, bound)
     if not 0 <= value <= 1 or (upper_open and value == 1):
         raise ConfigError(name, value, bound)
+
+
+def _checked_layers(value: Any) -> tuple[int, ...] | None:
+    """The layers as a tuple, ascending (JSON and flags give lists and other orders)."""
+    if value is None:
+        return None
+    bound = "a list of distinct layer numbers, each >= 0, not empty"
+    if not isinstance(value, list | tuple) or not value:
+        raise ConfigError("score_layers", value, bound)
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value):
+        raise ConfigError("score_layers", value, bound)
+    if len(set(value)) != len(value):
+        raise ConfigError("score_layers", value, bound)
+    return tuple(sorted(value))
 
 
 def _check_budget(keep_ratio: object, budget_tokens: object) -> None:

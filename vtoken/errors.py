@@ -30,6 +30,10 @@ class ConfigError(VTokenError):
         self.bound = bound
         super().__init__(f"{field}={value!r} is not allowed: {bound}")
 
+    def __reduce__(self) -> tuple[type, tuple[str, object, str]]:
+        """Keep the three parts when the error crosses a process boundary."""
+        return (type(self), (self.field, self.value, self.bound))
+
 
 class UnsupportedError(VTokenError):
     """What was asked for cannot be served with vToken; the message gives the reason."""

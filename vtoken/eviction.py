@@ -11,7 +11,14 @@ from collections.abc import Callable
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.policies.base import EvictionPolicy, LiveView, checked_victims, protected_tokens
+from vtoken.observation import ATTENTION_SIGNALS, RequestSignals
+from vtoken.policies.base import (
+    EvictionPolicy,
+    LiveView,
+    checked_victims,
+    protect_partial_pages,
+    protected_tokens,
+)
 from vtoken.policies.registry import make_policy
 from vtoken.ports import BlockPoolPort
 from vtoken.request_kv import RequestKV
@@ -43,32 +50,67 @@ class Evictor:
         self.policy = make_policy(config)
         self._config = config
         self._stats.inc("evicted_tokens_total", 0, config.policy)
+        self._stats.inc("evictions_postponed_total", 0, config.policy)
 
-    def evict_if_due(self, kv: RequestKV, num_computed: int) -> None:
+    def wants_signals(self, kv: RequestKV, num_computed: int) -> bool:
+        """Whether an eviction at this length would need signals; pure."""
+        return (
+            bool(self.policy.signals)
+            and num_computed >= kv.next_evict_at
+            and kv.table.num_live > self._config.target_live_tokens(num_computed)
+        )
+
+    def postpone(self, kv: RequestKV, num_computed: int) -> None:
+        """Put the request's next eviction off by one interval, for want of observations."""
+        kv.next_evict_at = num_computed + self._config.evict_interval_tokens
+        self._stats.inc("evictions_postponed_total", 1, self.policy.name)
+
+    def evict_if_due(
+        self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
+    ) -> None:
         """Bring the request down to its budget if an eviction is due.
 
         Args:
             kv: the request; its table and blocks change.
             num_computed: tokens whose K/V exists; later ones cannot be victims.
+            signals: what was observed; a policy that needs more than it gets evicts nothing,
+                and the eviction is postponed.
         """
         if num_computed < kv.next_evict_at:
             return
         kv.next_evict_at = num_computed + self._config.evict_interval_tokens
         if not self.policy.evicts:
             return
-        victims = self._select(kv, num_computed)
-        if len(victims):
-            self._evict(kv, num_computed, victims)
-
-    def _select(self, kv: RequestKV, num_computed: int) -> IdArray:
-        config = self._config
         live_ids = kv.table.live_ids(before=num_computed)
+        victims = self._select(kv, num_computed, live_ids, signals)
+        if len(victims):
+            self._evict(kv, num_computed, live_ids, victims)
+
+    def _select(
+        self, kv: RequestKV, num_computed: int, live_ids: IdArray, signals: RequestSignals | None
+    ) -> IdArray:
+        config = self._config
         excess = len(live_ids) - config.target_live_tokens(num_computed)
         if excess <= 0:
             return live_ids[:0]
-        view = LiveView(live_ids, num_computed, kv.num_prompt_tokens, kv.request_seed)
+        seen = self._usable(signals, live_ids)
+        if seen is None:
+            self.postpone(kv, num_computed)
+            return live_ids[:0]
+        view = LiveView(
+            live_ids,
+            num_computed,
+            kv.num_prompt_tokens,
+            kv.request_seed,
+            seen.values,
+            kv.table.block_size,
+        )
         protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
-        num_victims = min(excess, len(live_ids) - int(protected.sum()))
+        protected[seen.num_observed :] = True  # without a score yet: must not die first
+        if self.policy.whole_pages:
+            protected = protect_partial_pages(view, protected)
+            excess -= excess % view.page_size
+        num_victims = min(excess, len(live_ids) - int(np.count_nonzero(protected)))
         if num_victims <= 0:
             return live_ids[:0]
         try:
@@ -79,10 +121,27 @@ class Evictor:
             self._stats.inc("policy_errors_total", 1, self.policy.name)
             return live_ids[:0]
 
-    def _evict(self, kv: RequestKV, num_computed: int, victims: IdArray) -> None:
+    def _usable(self, signals: RequestSignals | None, live_ids: IdArray) -> RequestSignals | None:
+        """What the policy declared, for exactly these tokens; None if that was not observed."""
+        needed = self.policy.signals
+        if not needed:
+            return RequestSignals(live_ids, len(live_ids))
+        aligned = None if signals is None else signals.aligned(live_ids)
+        if aligned is None or not needed <= aligned.values.keys():
+            return None
+        if needed & ATTENTION_SIGNALS and not aligned.num_observed:
+            return None
+        return RequestSignals(
+            live_ids, aligned.num_observed, {name: aligned.values[name] for name in needed}
+        )
+
+    def _evict(self, kv: RequestKV, num_computed: int, live_ids: IdArray, victims: IdArray) -> None:
         if not kv.num_evicted:
             # What is computed from here on depends on the eviction: never share it.
             self._pool.stop_caching(kv.req_id)
+        if kv.row_ids is None:
+            newer = np.arange(num_computed, kv.num_tokens)  # in flight: all live
+            kv.row_ids = np.concatenate([live_ids, newer]) if len(newer) else live_ids
         kv.blocks.remove_tokens(kv.table.evict_tokens(victims))
         kv.num_evicted += len(victims)
         kv.row_stale = True
@@ -98,7 +157,5 @@ class Evictor:
             empty = np.setdiff1d(empty, kv.plan.source_indices, assume_unique=True)
         if not len(empty):
             return
-        block_ids = kv.blocks.give_back(empty)
-        self._pool.replace(kv.req_id, empty.tolist(), [0] * len(empty))
-        self._pool.free(block_ids[::-1].tolist())
+        kv.give_back(empty, self._pool)
         self._stats.inc("freed_blocks_total", len(empty), "empty")

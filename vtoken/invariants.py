@@ -96,30 +96,57 @@ def check_plan(kv: RequestKV, plan: RelocationPlan, num_computed: int) -> None:
         InvariantViolationError: with the expected and the actual numbers.
     """
     size = kv.table.block_size
-    where = f"request {kv.req_id}"
     num_sources, num_dst = len(plan.source_indices), len(plan.dst_blocks)
     if num_dst >= num_sources:
-        raise InvariantViolationError("I4", f"{where}: {num_sources} sources, {num_dst} targets")
+        raise _plan_violation(kv, f"{num_sources} sources, {num_dst} targets")
     if plan.source_indices.max() >= num_computed // size:
-        raise InvariantViolationError(
-            "I4",
-            f"{where}: block at index {plan.source_indices.max()} moves, "
+        raise _plan_violation(
+            kv,
+            f"block at index {plan.source_indices.max()} moves, "
             f"only {num_computed // size} are closed",
         )
     sources = kv.blocks.ids[plan.source_indices]
+    if not sources.all():
+        empty = plan.source_indices[sources == 0].tolist()
+        raise _plan_violation(kv, f"no block at indices {empty}")
     live = int(kv.blocks.num_live[plan.source_indices].sum())
     moved = np.isin(plan.moves.src_slots // size, sources).sum()
     if not live == moved == plan.moves.num_moves:
-        raise InvariantViolationError(
-            "I4", f"{where}: sources hold {live} live tokens, plan moves {plan.moves.num_moves}"
+        raise _plan_violation(
+            kv, f"sources hold {live} live tokens, plan moves {plan.moves.num_moves}"
         )
-    if (np.diff(plan.moves.token_ids) <= 0).any():
-        raise InvariantViolationError("I4", f"{where}: moves are not in logical order")
-    filled = np.unique(plan.moves.dst_slots)
-    if len(filled) != live or -(-live // size) != num_dst:
-        raise InvariantViolationError(
-            "I4", f"{where}: {live} tokens into {len(filled)} slots of {num_dst} blocks"
+    _check_moves(kv, plan)
+
+
+def _check_moves(kv: RequestKV, plan: RelocationPlan) -> None:
+    size, moves, num_dst = kv.table.block_size, plan.moves, len(plan.dst_blocks)
+    if (np.diff(moves.token_ids) <= 0).any():
+        raise _plan_violation(kv, "moves are not in logical order")
+    at = kv.table.slots_of(moves.token_ids)
+    if (i := _first_difference(at, moves.src_slots)) is not None:
+        token = moves.token_ids[i]
+        raise _plan_violation(
+            kv, f"token {token} is at slot {at[i]}, plan says {moves.src_slots[i]}"
         )
+    filled = len(np.unique(moves.dst_slots))
+    if filled != moves.num_moves or -(-moves.num_moves // size) != num_dst:
+        raise _plan_violation(
+            kv, f"{moves.num_moves} tokens into {filled} slots of {num_dst} blocks"
+        )
+    gap_free = (plan.dst_blocks[:, None] * size + np.arange(size)).reshape(-1)[: moves.num_moves]
+    if (i := _first_difference(gap_free, moves.dst_slots)) is not None:
+        raise _plan_violation(
+            kv, f"move {i} goes to slot {moves.dst_slots[i]}, the next free one is {gap_free[i]}"
+        )
+
+
+def _first_difference(a: np.ndarray, b: np.ndarray) -> int | None:
+    differ = np.flatnonzero(a != b)
+    return int(differ[0]) if len(differ) else None
+
+
+def _plan_violation(kv: RequestKV, message: str) -> InvariantViolationError:
+    return InvariantViolationError("I4", f"request {kv.req_id}: {message}")
 
 
 def check_totals(occupancy: BlockOccupancy, requests: list[RequestKV]) -> None:
@@ -132,7 +159,7 @@ def check_totals(occupancy: BlockOccupancy, requests: list[RequestKV]) -> None:
     retained = sum(int((kv.blocks.ids != 0).sum()) for kv in requests)
     by_live = occupancy.blocks_by_live_tokens()
     from_histogram = int((by_live * np.arange(len(by_live))).sum())
-    actual = (occupancy.live_tokens, occupancy.retained_blocks, from_histogram, by_live.sum())
+    actual = (occupancy.live_tokens, occupancy.retained_blocks, from_histogram, int(by_live.sum()))
     if actual != (live, retained, live, retained):
         raise InvariantViolationError(
             "I2", f"totals: expected {live} live tokens in {retained} blocks, have {actual}"

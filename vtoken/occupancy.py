@@ -8,6 +8,8 @@ is Eq. (1) to the letter.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -57,10 +59,15 @@ class BlockOccupancy:
         """Occupancy of one more request, with no block yet."""
         return RequestBlocks(self)
 
-    def _changed(self, before: NDArray[np.int32], after: NDArray[np.int32]) -> None:
-        np.subtract.at(self._num_by_live, before, 1)
-        np.add.at(self._num_by_live, after, 1)
-        self.live_tokens += int(after.sum(dtype=np.int64) - before.sum(dtype=np.int64))
+    @property
+    def may_hold_empty_blocks(self) -> bool:
+        """Whether any request holds a block without live token."""
+        return bool(self._num_by_live[0])
+
+    def _changed(self, before: NDArray[Any], after: NDArray[Any]) -> None:
+        bins = self.block_size + 1
+        self._num_by_live += np.bincount(after, minlength=bins)
+        self._num_by_live -= np.bincount(before, minlength=bins)
 
 
 class RequestBlocks:
@@ -107,25 +114,41 @@ class RequestBlocks:
 
     def add_tokens(self, start: int, end: int) -> None:
         """Count tokens at list positions ``start … end - 1`` (slots of the list) as live."""
-        size, pool = self._pool.block_size, self._pool
-        if end == start + 1:  # decode
-            i = start // size
-            n = self._live[i]
-            pool._num_by_live[n] -= 1
-            pool._num_by_live[n + 1] += 1
-            self._live[i] = n + 1
-            pool.live_tokens += 1
-            return
+        self.announce_tokens(end - start)
+        self.place_tokens(start, end)
+
+    def announce_tokens(self, num_tokens: int) -> None:
+        """Count tokens in the totals that :meth:`place_tokens` will put into blocks later."""
+        self._pool.live_tokens += num_tokens
+
+    def place_tokens(self, start: int, end: int) -> None:
+        """Put announced tokens, at list positions ``start … end - 1``, into their blocks."""
+        size = self._pool.block_size
         first, last = start // size, (end - 1) // size
+        if last - first < 2:  # decode
+            middle = min(end, (first + 1) * size)
+            self._place(first, middle - start)
+            self._place(last, end - middle)
+            return
         edges = np.arange(first, last + 1) * size
         added = np.minimum(edges + size, end) - np.maximum(edges, start)
         self._set_live(np.arange(first, last + 1), self._live[first : last + 1] + added)
 
+    def _place(self, index: int, num_tokens: int) -> None:
+        before = int(self._live[index])
+        self._live[index] = before + num_tokens
+        self._pool._num_by_live[before] -= 1
+        self._pool._num_by_live[before + num_tokens] += 1
+
     def remove_tokens(self, block_ids: NDArray[np.int32]) -> None:
         """Count one live token less in the block of each entry (entries may repeat)."""
-        counts = np.bincount(self._pool._index_of_block[block_ids], minlength=self.length)
-        touched = np.flatnonzero(counts)
-        self._set_live(touched, self._live[touched] - counts[touched])
+        counts = np.bincount(self._pool._index_of_block[block_ids])
+        touched = counts.nonzero()[0]
+        before = self._live[touched]
+        after = before - counts[touched]
+        self._live[touched] = after
+        self._pool._changed(before, after)
+        self._pool.live_tokens -= len(block_ids)
 
     def give_back(self, indices: _Index) -> NDArray[np.int32]:
         """Empty places: their blocks are no longer held. Returns the block ids ``[n]``.
@@ -155,6 +178,7 @@ class RequestBlocks:
             dst_ids, dst_live: ``[d]``, ``d < k``; blocks and their live tokens.
         """
         d = len(dst_ids)
+        self._pool.live_tokens += int(dst_live.sum()) - int(self._live[sources].sum())
         self._set_live(sources, np.zeros(len(sources), np.int32))
         self._ids[sources[:d]] = dst_ids
         self._pool._index_of_block[dst_ids] = sources[:d]
@@ -163,11 +187,14 @@ class RequestBlocks:
 
     def empty_indices(self, end: int) -> _Index:
         """Held places below list index ``end`` whose block has no live token."""
+        if not self._pool.may_hold_empty_blocks:
+            return np.empty(0, np.int64)
         return np.flatnonzero((self._live[:end] == 0) & (self._ids[:end] != GIVEN_BACK))
 
     def clear(self) -> None:
         """The request is gone: take all its blocks and tokens out of the totals."""
         held = np.flatnonzero(self.ids != GIVEN_BACK)
+        self._pool.live_tokens -= int(self._live[held].sum())
         self._set_live(held, np.zeros(len(held), np.int32))
         self.give_back(held)
         self.length = 0

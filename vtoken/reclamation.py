@@ -7,21 +7,46 @@
 
 Nothing that a forward may read changes before the copy is known to be complete (I3), and a
 request has at most one plan in flight (I4).
+
+The moment before vLLM would preempt is the exception: plans in flight are committed early, and
+urgent plans as they are made. The worker finishes both before the next forward, the first thing
+that may write to the blocks that they freed; only a failing copy then costs its request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.config import VTokenConfig
-from vtoken.occupancy import BlockOccupancy
+from vtoken.occupancy import GIVEN_BACK, BlockOccupancy, RequestBlocks
 from vtoken.planner import BlockSnapshot, Rejection, SourceChoice, build_moves, choose_sources
 from vtoken.ports import BlockPoolPort
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.stats import VTokenStats
+from vtoken.types import BoolArray
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What a report led to.
+
+    Attributes:
+        committed: requests whose plan stands.
+        lost: requests whose plan was committed before its copy failed: their K/V is gone and
+            they must end with an error. Empty unless a copy fails under memory pressure.
+    """
+
+    committed: list[RequestKV]
+    lost: list[RequestKV]
+
+
+MAX_PLANS_PER_STEP = 32
+"""When F passes θ_F, hundreds of requests have something to gain at once. Planning for all of
+them would stall one step; this many already free blocks faster than decoding takes them."""
 
 
 class ReclamationManager:
@@ -39,12 +64,15 @@ class ReclamationManager:
         self._occupancy = occupancy
         self._stats = stats
         self._in_flight: dict[int, list[RelocationPlan]] = {}
+        self._urgent: list[RelocationPlan] = []
+        self._unproven: dict[int, list[RequestKV]] = {}
         self._next_ticket = 1
         self._steps_to_check = 0
 
     def reconfigure(self, config: VTokenConfig) -> None:
         """Use other thresholds from the next step on; plans in flight are not affected."""
         self._config = config
+        self._steps_to_check = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -77,11 +105,15 @@ class ReclamationManager:
             return []
         plans = self._reserve_plans(requests)
         if plans:
-            self._in_flight[self._next_ticket] = plans
-            for plan in plans:
-                plan.ticket = self._next_ticket
-            self._next_ticket += 1
+            self._in_flight[self._stamp(plans)] = list(plans)
         return plans
+
+    def _stamp(self, plans: list[RelocationPlan]) -> int:
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        for plan in plans:
+            plan.ticket = ticket
+        return ticket
 
     def _not_eligible(self) -> str | None:
         """Stage 1: the reason not to look at requests at all, or None."""
@@ -94,10 +126,8 @@ class ReclamationManager:
 
     def _reserve_plans(self, requests: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
         """Stages 2 and 3, most wasteful request first."""
-        wasteful = [(kv, done) for kv, done in requests if kv.blocks.retained > kv.ideal_blocks]
-        wasteful.sort(key=lambda item: item[0].ideal_blocks - item[0].blocks.retained)
         plans = []
-        for kv, num_computed in wasteful:
+        for kv, num_computed in _by_waste(requests):
             if kv.plan is not None:
                 self._stats.inc("reclaim_skipped_total", 1, "in_flight")
                 continue
@@ -106,29 +136,99 @@ class ReclamationManager:
                 self._stats.inc("reclaim_skipped_total", 1, choice.reason)
                 continue
             plans.append(self._reserve(kv, choice))
+            if len(plans) == MAX_PLANS_PER_STEP:
+                break  # the others are still wasteful in the next step
         return plans
 
     def _choose(self, kv: RequestKV, num_computed: int) -> SourceChoice | Rejection:
-        ids = kv.blocks.ids
-        eligible = (ids != 0) & ~self._pool.shared(ids)
-        eligible[num_computed // kv.table.block_size :] = False
-        snapshot = BlockSnapshot(kv.blocks.num_live, eligible, kv.table.block_size)
+        size = kv.table.block_size
+        eligible = self._eligible(kv.blocks, num_computed // size, size)
+        snapshot = BlockSnapshot(kv.blocks.num_live, eligible, size)
         return choose_sources(
             snapshot, self._config.max_source_blocks, self._pool.num_free_blocks()
         )
 
+    def _eligible(self, blocks: RequestBlocks, num_closed: int, block_size: int) -> BoolArray:
+        """Blocks that may move: held, closed, private; ``[num_blocks]``.
+
+        A plan takes the emptiest B of them, so only these are looked for, the emptiest first:
+        the pool is asked about some B blocks instead of all. Moving a full block gains nothing.
+        """
+        ids, num_live = blocks.ids, blocks.num_live
+        open_places = (ids[:num_closed] != GIVEN_BACK) & (num_live[:num_closed] < block_size)
+        places = open_places.nonzero()[0]
+        places = places[np.argsort(num_live[places], kind="stable")]
+        eligible = np.zeros(len(ids), np.bool_)
+        left = self._config.max_source_blocks
+        while left and len(places):
+            some, places = places[:left], places[left:]
+            private = some[~self._pool.shared(ids[some])]
+            eligible[private] = True
+            left -= len(private)
+        return eligible
+
     def _reserve(self, kv: RequestKV, choice: SourceChoice) -> RelocationPlan:
         dst_blocks = self._pool.allocate(choice.num_destinations)
-        live_ids = kv.table.live_ids()
+        sources = kv.blocks.ids[choice.indices]
+        live_ids = kv.table.live_ids_in(sources)
         moves = build_moves(
-            live_ids,
-            kv.table.slots_of(live_ids),
-            kv.blocks.ids[choice.indices],
-            dst_blocks,
-            kv.table.block_size,
+            live_ids, kv.table.slots_of(live_ids), sources, dst_blocks, kv.table.block_size
         )
         kv.plan = RelocationPlan(kv.req_id, choice.indices, dst_blocks, moves)
         return kv.plan
+
+    # -- urgent ----------------------------------------------------------------------------
+
+    def reclaim_now(self, requests: Iterable[tuple[RequestKV, int]]) -> RelocationPlan | None:
+        """Free at least one block at once, whatever F and the watermark say.
+
+        Args:
+            requests: candidates with their number of tokens whose K/V will be complete before
+                the next forward.
+
+        Returns:
+            The plan, already committed, or None if no packing frees a block. The worker must
+            copy it before the next forward: see :meth:`take_urgent`.
+        """
+        for kv, num_computed in _by_waste(requests):
+            choice = self._choose(kv, num_computed) if kv.plan is None else None
+            if isinstance(choice, SourceChoice):
+                plan = self._reserve(kv, choice)
+                self._stamp([plan])
+                kv.plan = None
+                self._commit(kv, plan)
+                self._urgent.append(plan)
+                self._unproven[plan.ticket] = [kv]
+                self._stats.inc("urgent_relocations_total")
+                return plan
+        return None
+
+    def take_urgent(self) -> list[RelocationPlan]:
+        """Urgent plans since the last call, in the order in which they must be copied."""
+        plans, self._urgent = self._urgent, []
+        return plans
+
+    def commit_early(self, requests: dict[str, RequestKV]) -> bool:
+        """Commit plans in flight before their report, to have their sources at once.
+
+        Sound because the worker joins their copies before the next forward, the first thing
+        that may write to the freed sources; only a failed copy can no longer be rolled back.
+
+        Returns:
+            Whether any plan was committed. It frees at least one block, unless others came to
+            share its sources through the prefix cache.
+        """
+        early = False
+        for ticket, plans in self._in_flight.items():
+            for plan in [plan for plan in plans if not plan.orphaned]:
+                kv = requests[plan.req_id]
+                plans.remove(plan)
+                kv.plan = None
+                self._commit(kv, plan)
+                self._free_emptied(kv, plan)
+                self._unproven.setdefault(ticket, []).append(kv)
+                early = True
+        return early
 
     # -- settle ----------------------------------------------------------------------------
 
@@ -142,19 +242,22 @@ class ReclamationManager:
             kv.plan.orphaned = True
             kv.plan = None
 
-    def settle(self, ticket: int, error: str | None, requests: dict[str, RequestKV]) -> list[str]:
+    def settle(self, ticket: int, error: str | None, requests: dict[str, RequestKV]) -> Settled:
         """Commit or roll back the batch that the worker reports.
 
         Args:
             ticket: the batch.
             error: why its copy failed, or None.
             requests: live requests by id.
-
-        Returns:
-            Ids of requests whose plan was committed.
         """
-        committed = []
-        for plan in self._in_flight.pop(ticket):
+        committed = self._unproven.pop(ticket, [])
+        if error is not None:
+            # A preempted request is computed again and needs nothing of its old blocks.
+            lost = [kv for kv in committed if requests.get(kv.req_id) is kv]
+            committed = []
+        else:
+            lost = []
+        for plan in self._in_flight.pop(ticket, ()):
             if plan.orphaned:
                 self._roll_back(plan, "rolled_back")
                 continue
@@ -162,10 +265,11 @@ class ReclamationManager:
             kv.plan = None
             if error is not None:
                 self._roll_back(plan, "failed")
-                continue
-            self._commit(kv, plan)
-            committed.append(plan.req_id)
-        return committed
+            else:
+                self._commit(kv, plan)
+                committed.append(kv)
+            self._free_emptied(kv, plan)
+        return Settled(committed, lost)
 
     def _roll_back(self, plan: RelocationPlan, outcome: str) -> None:
         self._pool.free(plan.dst_blocks[::-1].tolist())
@@ -189,6 +293,22 @@ class ReclamationManager:
         self._stats.inc("relocations_total", 1, "committed")
         self._stats.inc("relocated_tokens_total", len(dst_slots))
         self._stats.inc("freed_blocks_total", len(sources) - len(plan.dst_blocks), "relocation")
+
+    def _free_emptied(self, kv: RequestKV, plan: RelocationPlan) -> None:
+        """Give back the plan's places that evictions emptied while it held them."""
+        places = plan.source_indices
+        empty = places[(kv.blocks.num_live[places] == 0) & (kv.blocks.ids[places] != 0)]
+        if not len(empty):
+            return
+        kv.give_back(empty, self._pool)
+        self._stats.inc("freed_blocks_total", len(empty), "empty")
+
+
+def _by_waste(requests: Iterable[tuple[RequestKV, int]]) -> list[tuple[RequestKV, int]]:
+    """Requests that hold more blocks than their live tokens need, most wasteful first."""
+    wasteful = [(kv, done) for kv, done in requests if kv.num_retained > kv.ideal_blocks]
+    wasteful.sort(key=lambda item: item[0].ideal_blocks - item[0].num_retained)
+    return wasteful
 
 
 def _padded(dst_blocks: NDArray[np.int32], length: int) -> list[int]:

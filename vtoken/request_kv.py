@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.occupancy import RequestBlocks
+from vtoken.ports import BlockPoolPort
 from vtoken.token_table import TokenTable
-from vtoken.types import RelocationMoves
+from vtoken.types import IdArray, RelocationMoves
 
 
 @dataclass(eq=False)
@@ -37,30 +38,101 @@ class RelocationPlan:
 class RequestKV:
     """Table, block occupancy and eviction schedule of one request.
 
+    A decode token goes where its index says, so it is only counted when it is scheduled, and
+    written into :attr:`table` and :attr:`blocks` when somebody looks at them. The totals of
+    :class:`~vtoken.occupancy.BlockOccupancy`, and with them F, never lag behind.
+
     Attributes:
         req_id: vLLM's internal id.
-        table, blocks: logical and physical view of the same tokens.
         num_prompt_tokens: length of the prompt.
         request_seed: derived from the prompt, for reproducible random policies.
         prefill_end: logical length from which eviction may start.
         next_evict_at: logical length at which the next eviction is due.
+        num_tokens: logical length, tokens not yet written into the table included.
+        capacity: tokens that the known blocks hold.
         num_evicted: tokens evicted so far.
         plan: relocation in flight, at most one (I4).
         row_stale: the worker's row must be rebuilt before the next forward.
+        row_ids: ids of the tokens in the worker's row at the first eviction since it was last
+            rebuilt, None if there was none.
+        kept_columns: with the row last built: columns of the row before that survived, None if
+            no token was evicted in between or nobody observes.
     """
 
     req_id: str
-    table: TokenTable
-    blocks: RequestBlocks
+    _table: TokenTable
+    _blocks: RequestBlocks
     num_prompt_tokens: int
     request_seed: int
     prefill_end: int
     next_evict_at: int
+    num_tokens: int = 0
+    capacity: int = 0
     num_evicted: int = 0
     plan: RelocationPlan | None = None
     row_stale: bool = field(default=True)
+    row_ids: IdArray | None = None
+    kept_columns: NDArray[np.int32] | None = None
+
+    @property
+    def table(self) -> TokenTable:
+        """Where each token is; complete."""
+        if self.num_tokens != self._table.num_tokens:
+            self.write_announced()
+        return self._table
+
+    @property
+    def blocks(self) -> RequestBlocks:
+        """The block list with live tokens per block; complete."""
+        if self.num_tokens != self._table.num_tokens:
+            self.write_announced()
+        return self._blocks
+
+    @property
+    def num_live(self) -> int:
+        """Live tokens."""
+        return self._table.num_live + self.num_tokens - self._table.num_tokens
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks held."""
+        return self._blocks.retained
+
+    @property
+    def num_places(self) -> int:
+        """Length of the block list, places that were given back included."""
+        return self._blocks.length
 
     @property
     def ideal_blocks(self) -> int:
         """⌈live / S⌉: blocks it would hold if live tokens were packed."""
-        return -(-self.table.num_live // self.table.block_size)
+        return -(-self.num_live // self._table.block_size)
+
+    def announce_tokens(self, num_tokens: int) -> None:
+        """The request is ``num_tokens`` long from now on; new tokens are live."""
+        self._blocks.announce_tokens(num_tokens - self.num_tokens)
+        self.num_tokens = num_tokens
+
+    def add_blocks(self, block_ids: NDArray[np.int32]) -> None:
+        """vLLM's block list has grown by these."""
+        self._blocks.extend(block_ids)
+        self.capacity = self._blocks.length * self._table.block_size
+
+    def write_announced(self) -> None:
+        """Bring table and blocks up to ``num_tokens``; readers get it done for them."""
+        table, blocks = self._table, self._blocks
+        start = table.num_tokens
+        if start == self.num_tokens:
+            return
+        table.sync_new_tokens(blocks.ids[start // table.block_size :], self.num_tokens)
+        blocks.place_tokens(start, self.num_tokens)
+
+    def give_back(self, places: NDArray[np.int64], pool: BlockPoolPort) -> None:
+        """Return the blocks at these places of the block list, without live token, to the pool.
+
+        Raises:
+            TokenTableError: a block still has live tokens, or a place is already empty.
+        """
+        block_ids = self.blocks.give_back(places)
+        pool.replace(self.req_id, places.tolist(), [0] * len(places))
+        pool.free(block_ids[::-1].tolist())

@@ -113,8 +113,20 @@ _SPECS: tuple[MetricSpec, ...] = (
         "Time during which the headroom held back the admission of a waiting request.",
     ),
     _counter("preemptions_total", "Requests preempted by vLLM while vToken was in charge."),
+    _counter(
+        "preemptions_avoided_total",
+        "Allocations of running requests that an urgent relocation made possible.",
+    ),
+    _counter(
+        "urgent_relocations_total", "Plans copied before the next forward to avoid preemption."
+    ),
     _counter("invariant_checks_total", "Online invariant checks.", "invariant", INVARIANTS),
     _counter("invariant_violations_total", "Online invariant violations.", "invariant", INVARIANTS),
+    _counter(
+        "evictions_postponed_total",
+        "Evictions put off by one interval because the policy had no observations yet.",
+        "policy",
+    ),
     _counter("policy_errors_total", "Evictions skipped because a policy failed.", "policy"),
     _counter("policy_changes_total", "Live changes of the policy document."),
 )

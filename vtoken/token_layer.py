@@ -15,10 +15,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vtoken import invariants
 from vtoken.config import VTokenConfig
-from vtoken.errors import InvariantViolationError
+from vtoken.errors import ConfigError, InvariantViolationError
 from vtoken.eviction import Evictor
+from vtoken.observation import (
+    ATTENTION_SIGNALS,
+    ObservationSpec,
+    Observe,
+    RequestSignals,
+    queries_to_observe,
+)
 from vtoken.occupancy import BlockOccupancy
 from vtoken.ports import BlockPoolPort
 from vtoken.reclamation import ReclamationManager
@@ -48,6 +58,7 @@ class TokenLayer:
         self.evictor = Evictor(config, pool, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
         self._pool = pool
+        self._check_headroom(config)
 
     # -- requests --------------------------------------------------------------------------
 
@@ -95,20 +106,49 @@ class TokenLayer:
             Slots of live tokens below ``num_before`` if the worker's row must be rebuilt,
             else None.
         """
-        size = kv.table.block_size
-        if num_after > kv.blocks.length * size:
-            kv.blocks.extend(self._pool.new_blocks(kv.req_id, kv.blocks.length))
-        self._sync(kv, num_before)
+        if num_before == kv.num_tokens and num_after <= kv.capacity and not kv.row_stale:
+            # Decode inside the last block. All requests come here in every step, so this is
+            # kv.announce_tokens(num_after) without its calls.
+            self.occupancy.live_tokens += num_after - num_before
+            kv.num_tokens = num_after
+            return None
+        grows = num_after > kv.capacity
+        if grows:
+            kv.add_blocks(self._pool.new_blocks(kv.req_id, kv.num_places))
+        if num_before > kv.num_tokens:
+            kv.announce_tokens(num_before)
         row = kv.table.live_slots() if kv.row_stale else None
+        if row is not None:
+            kv.kept_columns = self._kept_columns(kv)
+            kv.row_ids = None
         kv.row_stale = False
-        self._sync(kv, num_after)
+        if num_after > kv.num_tokens:
+            kv.announce_tokens(num_after)
+        if grows:
+            kv.write_announced()  # an empty block would make every eviction look for more
         return row
 
-    def _sync(self, kv: RequestKV, total: int) -> None:
-        start = kv.table.num_tokens
-        if total > start:
-            kv.table.sync_new_tokens(kv.blocks.ids[start // kv.table.block_size :], total)
-            kv.blocks.add_tokens(start, total)
+    def _kept_columns(self, kv: RequestKV) -> NDArray[np.int32] | None:
+        if kv.row_ids is None or not self.evictor.policy.signals:
+            return None
+        kept: NDArray[np.int32] = np.flatnonzero(kv.table.is_live(kv.row_ids)).astype(np.int32)
+        return kept
+
+    def observation(self) -> ObservationSpec | None:
+        """What the worker must observe for the present policy; None: nothing at all."""
+        signals = self.evictor.policy.signals
+        return ObservationSpec(signals, self.config.score_layers) if signals else None
+
+    def to_observe(self, kv: RequestKV, num_before: int, num_after: int) -> Observe | None:
+        """Which queries of a step are observed; see :func:`queries_to_observe`."""
+        signals, config = self.evictor.policy.signals, self.config
+        return queries_to_observe(
+            signals, config, num_before, num_after, kv.prefill_end, kv.next_evict_at
+        )
+
+    def wants_signals(self, kv: RequestKV, num_computed: int) -> bool:
+        """Whether the worker must report signals for an eviction after this step."""
+        return self.evictor.wants_signals(kv, num_computed)
 
     def plan_relocations(self, computed: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
         """Reserve relocations for this step; see :meth:`ReclamationManager.plan_step`."""
@@ -120,17 +160,40 @@ class TokenLayer:
                 self._checked("I4", self._check_plan, plan, done[plan.req_id])
         return plans
 
-    def settle(self, ticket: int, error: str | None) -> None:
-        """Commit or roll back a batch that the worker reported."""
-        committed = self.reclamation.settle(ticket, error, self.requests)
-        if self.verifies(ticket):
-            for req_id in committed:
-                kv = self.requests[req_id]
-                self._checked("I2", invariants.check_unique_mapping, kv)
+    def reclaim_now(self) -> bool:
+        """Free a block at once: commit what is in flight, else pack some request.
 
-    def evict_if_due(self, kv: RequestKV, num_computed: int) -> None:
+        Every token that a table knows is complete before the next forward, so candidates are
+        all requests, whether they run in the step being scheduled or not.
+
+        Returns:
+            Whether at least one block became free.
+        """
+        free = self._pool.num_free_blocks()
+        self.reclamation.commit_early(self.requests)
+        if self._pool.num_free_blocks() > free:
+            return True
+        candidates = [(kv, kv.table.num_tokens) for kv in self.requests.values()]
+        return self.reclamation.reclaim_now(candidates) is not None
+
+    def settle(self, ticket: int, error: str | None) -> list[str]:
+        """Commit or roll back a batch that the worker reported.
+
+        Returns:
+            Ids of requests that must end with an error, see :class:`~vtoken.reclamation.Settled`.
+        """
+        settled = self.reclamation.settle(ticket, error, self.requests)
+        if self.verifies(ticket):
+            for kv in settled.committed:
+                if self.requests.get(kv.req_id) is kv:
+                    self._checked("I2", invariants.check_unique_mapping, kv)
+        return [kv.req_id for kv in settled.lost]
+
+    def evict_if_due(
+        self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
+    ) -> None:
         """Evict down to the budget if the request is due; see :meth:`Evictor.evict_if_due`."""
-        self.evictor.evict_if_due(kv, num_computed)
+        self.evictor.evict_if_due(kv, num_computed, signals)
 
     # -- verification ----------------------------------------------------------------------
 
@@ -182,17 +245,36 @@ class TokenLayer:
             ConfigError: a field is unknown, fixed or out of bounds; nothing was changed.
         """
         config = self.config.patched(changes)
+        self._check_headroom(config)
+        before = self.evictor.policy.signals
         self.evictor.reconfigure(config)
         self.reclamation.reconfigure(config)
         self.config = config
         self.policy_version += 1
         self.stats.inc("policy_changes_total")
+        unobserved = bool((self.evictor.policy.signals - before) & ATTENTION_SIGNALS)
         for kv in self.requests.values():
             kv.next_evict_at = kv.prefill_end
+            if unobserved and kv.table.num_tokens >= kv.prefill_end:
+                # Scores of the old policy's making, or none: observe for one interval first.
+                self.evictor.postpone(kv, kv.table.num_tokens)
         return config
+
+    def _check_headroom(self, config: VTokenConfig) -> None:
+        total = self._pool.num_total_blocks
+        if config.headroom_blocks >= total:
+            bound = f"headroom_blocks < {total}, the blocks of the pool"
+            raise ConfigError("headroom_blocks", config.headroom_blocks, bound)
+
+    @property
+    def headroom_blocks(self) -> int:
+        """Blocks that waiting requests must leave; none unless blocks are relocated."""
+        return self.config.headroom_blocks if self.config.relocates else 0
 
     def pool_state(self) -> dict[str, float]:
         """Gauges of the pool as plain numbers, named as the metrics are."""
+        for kv in self.requests.values():
+            kv.write_announced()  # n_b, for the share of low utilisation
         live = self.occupancy.live_tokens
         return {
             "waste_ratio": self.occupancy.waste_ratio,
@@ -203,7 +285,7 @@ class TokenLayer:
             "ideal_blocks": sum(kv.ideal_blocks for kv in self.requests.values()),
             "free_blocks": self._pool.num_free_blocks(),
             "total_blocks": self._pool.num_total_blocks,
-            "headroom_blocks": self.config.headroom_blocks if self.config.relocates else 0,
+            "headroom_blocks": self.headroom_blocks,
             "in_flight_relocations": self.reclamation.num_in_flight,
         }
 

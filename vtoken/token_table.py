@@ -35,9 +35,11 @@ class TokenTable:
         self.block_size = block_size
         self.num_tokens = 0
         self.num_live = 0
-        self._block_id = np.zeros(_INITIAL_CAPACITY, np.int32)
-        self._offset = np.zeros(_INITIAL_CAPACITY, np.int16)
-        self._live = np.zeros(_INITIAL_CAPACITY, np.bool_)
+        self._block_id = np.zeros(0, np.int32)
+        # Positional ahead of time: only a move ever changes an offset.
+        self._offset = np.zeros(0, np.int16)
+        self._live = np.zeros(0, np.bool_)
+        self._grow(_INITIAL_CAPACITY)
 
     # -- the three mutations ---------------------------------------------------------------
 
@@ -55,7 +57,7 @@ class TokenTable:
         """
         ids = np.asarray(token_ids, np.int64)
         self._require_live(ids)
-        if len(np.unique(ids)) != len(ids):
+        if not _all_distinct(ids):
             raise TokenTableError(f"{len(ids)} ids to evict, only {len(np.unique(ids))} distinct")
         self._live[ids] = False
         self.num_live -= len(ids)
@@ -83,13 +85,12 @@ class TokenTable:
             )
         if total_tokens > len(self._live):
             self._grow(total_tokens)
-        if total_tokens == start + 1:  # decode: one token, no temporary arrays
-            self._block_id[start] = block_ids[0]
-            self._offset[start] = start % size
-        else:
-            ids = np.arange(start, total_tokens)
-            self._block_id[start:total_tokens] = block_ids[ids // size - first]
-            self._offset[start:total_tokens] = ids % size
+        if needed == 1:  # decode: no temporary arrays
+            self._block_id[start:total_tokens] = block_ids[0]
+        elif needed:
+            skipped = start - first * size
+            spread = np.repeat(block_ids[:needed], size)
+            self._block_id[start:total_tokens] = spread[skipped : skipped + total_tokens - start]
         self._live[start:total_tokens] = True
         self.num_live += total_tokens - start
         self.num_tokens = total_tokens
@@ -101,8 +102,8 @@ class TokenTable:
             token_ids, src_slots, dst_slots: ``[n]`` each; ids live and distinct.
 
         Raises:
-            PlanError: a token is dead or not at its source, a destination repeats, or is held
-                by another live token of this request; nothing was changed.
+            PlanError: a token is dead, repeated or not at its source, a destination repeats,
+                or is held by another live token of this request; nothing was changed.
         """
         if not len(token_ids) == len(src_slots) == len(dst_slots):
             raise PlanError(
@@ -116,13 +117,17 @@ class TokenTable:
         if not np.array_equal(at, src_slots):
             i = int(np.flatnonzero(at != src_slots)[0])
             raise PlanError(f"token {token_ids[i]} is at slot {at[i]}, plan says {src_slots[i]}")
-        if len(np.unique(dst_slots)) != len(dst_slots):
+        if not _all_distinct(token_ids):
+            raise PlanError(
+                f"{len(token_ids)} moves of {len(np.unique(token_ids))} distinct tokens"
+            )
+        if not _all_distinct(dst_slots):
             raise PlanError(f"{len(dst_slots)} moves to {len(np.unique(dst_slots))} distinct slots")
-        held = np.setdiff1d(self.live_slots(), src_slots, assume_unique=True)
-        clash = np.intersect1d(held, dst_slots)
+        dst_blocks = dst_slots // self.block_size
+        clash = np.intersect1d(self._held_beside(token_ids, dst_blocks), dst_slots)
         if len(clash):
             raise PlanError(f"destination slot {clash[0]} is held by a live token")
-        self._block_id[token_ids] = dst_slots // self.block_size
+        self._block_id[token_ids] = dst_blocks
         self._offset[token_ids] = dst_slots % self.block_size
 
     # -- reads -----------------------------------------------------------------------------
@@ -130,13 +135,14 @@ class TokenTable:
     def live_ids(self, before: int | None = None) -> IdArray:
         """Ids of live tokens below ``before`` (default: all), ascending; ``[num_live]``."""
         end = self.num_tokens if before is None else min(before, self.num_tokens)
-        ids: IdArray = np.flatnonzero(self._live[:end])
+        ids: IdArray = self._live[:end].nonzero()[0]
         return ids
 
     def slots_of(self, token_ids: IdArray) -> SlotArray:
         """Slots of the given tokens (Eq. 2), live or dead; ``[n]`` int32."""
-        slots: SlotArray = self._block_id[token_ids] * np.int32(self.block_size)
-        slots += self._offset[token_ids]
+        slots: SlotArray = self._block_id.take(token_ids)
+        slots *= self.block_size
+        slots += self._offset.take(token_ids)
         return slots
 
     def live_slots(self) -> SlotArray:
@@ -148,6 +154,19 @@ class TokenTable:
         blocks: NDArray[np.int32] = self._block_id[token_ids]
         return blocks
 
+    def live_ids_in(self, block_ids: NDArray[np.int32]) -> IdArray:
+        """Ids of live tokens in any of a few blocks, ascending; ``[n]``.
+
+        One pass over ``block_id`` for each distinct block, without sorting or copying slots.
+        """
+        held_by = self._block_id[: self.num_tokens]
+        found = np.zeros(self.num_tokens, np.bool_)
+        for block_id in set(block_ids.tolist()):
+            found |= held_by == block_id
+        found &= self._live[: self.num_tokens]
+        ids: IdArray = found.nonzero()[0]
+        return ids
+
     def is_live(self, token_ids: IdArray) -> NDArray[np.bool_]:
         """Live bit of each given token; ``[n]``."""
         live: NDArray[np.bool_] = self._live[token_ids]
@@ -156,15 +175,36 @@ class TokenTable:
     def _require_live(self, token_ids: IdArray) -> None:
         if not len(token_ids):
             return
-        low, high = int(token_ids.min()), int(token_ids.max())
+        if _ascends(token_ids):
+            low, high = int(token_ids[0]), int(token_ids[-1])
+        else:
+            low, high = int(token_ids.min()), int(token_ids.max())
         if low < 0 or high >= self.num_tokens:
             raise TokenTableError(f"ids {low} … {high} outside 0 … {self.num_tokens - 1}")
         live = self._live[token_ids]
-        if not live.all():
+        if np.count_nonzero(live) < len(live):
             raise TokenTableError(f"token {token_ids[np.flatnonzero(~live)[0]]} is already dead")
 
+    def _held_beside(self, token_ids: IdArray, block_ids: NDArray[np.int32]) -> SlotArray:
+        """Slots of live tokens in ``block_ids``, those of ``token_ids`` left out."""
+        beside = self.live_ids_in(block_ids)
+        if len(beside):
+            beside = np.setdiff1d(beside, token_ids, assume_unique=True)
+        return self.slots_of(beside)
+
     def _grow(self, needed: int) -> None:
-        extra = max(2 * len(self._live), needed) - len(self._live)
-        self._block_id = np.concatenate([self._block_id, np.zeros(extra, np.int32)])
-        self._offset = np.concatenate([self._offset, np.zeros(extra, np.int16)])
-        self._live = np.concatenate([self._live, np.zeros(extra, np.bool_)])
+        old = len(self._live)
+        new = max(2 * old, needed)
+        offsets = (np.arange(old, new) % self.block_size).astype(np.int16)
+        self._block_id = np.concatenate([self._block_id, np.zeros(new - old, np.int32)])
+        self._offset = np.concatenate([self._offset, offsets])
+        self._live = np.concatenate([self._live, np.zeros(new - old, np.bool_)])
+
+
+def _ascends(values: NDArray[np.signedinteger]) -> bool:
+    return int(np.count_nonzero(values[1:] > values[:-1])) == len(values) - 1
+
+
+def _all_distinct(values: NDArray[np.signedinteger]) -> bool:
+    """Whether no value repeats; quick where they ascend, as victims and moves do."""
+    return _ascends(values) or len(np.unique(values)) == len(values)

@@ -29,6 +29,7 @@ from vtoken.integration.vllm.attention_metadata import (
     make_metadata,
     positional_rows,
 )
+from vtoken.integration.vllm.observer import LayerObserver
 from vtoken.kv_view import SlotGeometry, SplitKV
 
 
@@ -90,10 +91,12 @@ class LiveCPUMetadataBuilder(AttentionMetadataBuilder[LiveAttentionMetadata]):
             vllm_config, layer_names
         ) or vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self._live: LiveRows | None = None
+        self._observer: LayerObserver | None = None
 
-    def set_live_rows(self, live: LiveRows) -> None:
-        """Rows of the next :meth:`build`; that one consumes them."""
+    def set_live_rows(self, live: LiveRows, observer: LayerObserver | None = None) -> None:
+        """Rows and observer of the next :meth:`build`; that one consumes them."""
         self._live = live
+        self._observer = observer
 
     def build(
         self,
@@ -106,6 +109,7 @@ class LiveCPUMetadataBuilder(AttentionMetadataBuilder[LiveAttentionMetadata]):
         num_reqs = common.num_reqs
         # Taken, not kept: a later dummy run must not read through an old batch's rows.
         live, self._live = self._live, None
+        observer, self._observer = self._observer, None
         if live is None:
             num_blocks = -(-common.max_seq_len // self.geometry.block_size)
             blocks = common.block_table_tensor[:num_reqs, :num_blocks]
@@ -116,6 +120,7 @@ class LiveCPUMetadataBuilder(AttentionMetadataBuilder[LiveAttentionMetadata]):
             live,
             common.query_start_loc_cpu[: num_reqs + 1],
             common.slot_mapping[: common.num_actual_tokens],
+            observer,
         )
 
 
@@ -155,10 +160,11 @@ class LiveCPUAttention(AttentionImpl[LiveAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size
         self.scale = float(scale)
+        self.soft_cap = logits_soft_cap or 0.0
         self.kv_cache_dtype = kv_cache_dtype
         # The model's dtype is torch's default while vLLM builds its layers.
         self._attention = choose_attention(
-            HeadShape(num_heads, self.num_kv_heads, head_size, self.scale, logits_soft_cap or 0.0),
+            HeadShape(num_heads, self.num_kv_heads, head_size, self.scale, self.soft_cap),
             torch.get_default_dtype(),
         )
         self._cache: tuple[torch.Tensor, SplitKV] | None = None
@@ -210,6 +216,14 @@ class LiveCPUAttention(AttentionImpl[LiveAttentionMetadata]):
             attn_metadata,
             output[:num_tokens],
         )
+        if attn_metadata.observer is not None:
+            attn_metadata.observer.observe(
+                layer.layer_name,
+                query,
+                self._views(kv_cache),
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+            )
         return output
 
     def _views(self, kv_cache: torch.Tensor) -> SplitKV:

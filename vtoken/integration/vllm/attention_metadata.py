@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vtoken.integration.vllm.observer import LayerObserver
 from vtoken.kv_view import SlotGeometry
 
 NUM_DECODE_SPLITS = 8
@@ -41,6 +42,7 @@ class LiveAttentionMetadata:
         key_rows, value_rows: int64 ``[num_tokens * H]``, where to write the new K and V, or
             None in a dummy run, which has no slots of its own.
         scratch: ``[num_decodes, num_heads, NUM_DECODE_SPLITS, head_size + 1]`` float32.
+        observer: whom layers show their queries, or None in most steps.
     """
 
     num_tokens: int
@@ -52,6 +54,7 @@ class LiveAttentionMetadata:
     key_rows: torch.Tensor | None
     value_rows: torch.Tensor | None
     scratch: torch.Tensor
+    observer: LayerObserver | None = None
 
 
 def make_metadata(
@@ -60,6 +63,7 @@ def make_metadata(
     live: LiveRows,
     query_starts: torch.Tensor,
     slot_mapping: torch.Tensor,
+    observer: LayerObserver | None = None,
 ) -> LiveAttentionMetadata:
     """Metadata of one step.
 
@@ -69,6 +73,7 @@ def make_metadata(
         live: rows of the batch.
         query_starts: int32 ``[num_reqs + 1]``, first new token of each request.
         slot_mapping: int64 ``[num_tokens]`` canonical slots to write; negative in dummy runs.
+        observer: see :class:`LiveAttentionMetadata`.
     """
     query_lens = query_starts[1:] - query_starts[:-1]
     num_decodes = _leading_ones(query_lens)
@@ -89,6 +94,7 @@ def make_metadata(
         scratch=torch.empty(
             num_decodes, num_heads, NUM_DECODE_SPLITS, geometry.head_size + 1, dtype=torch.float32
         ),
+        observer=observer,
     )
 
 

@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vtoken.types import CopyResult, SlotArray
+from vtoken.observation import ObservationSpec, Observe
+from vtoken.types import CopyResult, IdArray, SlotArray
 
 ATTRIBUTE = "vtoken"
 
@@ -54,13 +57,40 @@ class StepMessage:
         rows: for each request that is new, resumed or structurally changed: the slots of its
             live tokens *before* this step's new tokens, in logical order. Requests that are
             not named keep the worker's row, to which the worker itself appends.
+        urgent: copies to make before anything else happens in this step, one after the other:
+            the blocks they free may be written by this very step.
         relocation: copies to start after this step's forward, or None.
+        observation: what the worker observes, or None: no hook, no buffers.
+        kept: for requests of ``rows`` that lost tokens: ``[num_live]`` int32, ascending, the
+            columns of the worker's present row that survive. Accumulated scores follow them;
+            a row without entry moved tokens at most in memory, or starts anew.
+        observe: per request, which of its queries in this step are observed.
+        want_signals: requests whose signals must be reported with this step, each with the
+            ids of its live tokens, this step's included (the worker needs only the names).
         report_rows: tests only: report every row of this step's requests back.
     """
 
     rows: Mapping[str, SlotArray] = field(default_factory=dict)
+    urgent: tuple[RelocationBatch, ...] = ()
     relocation: RelocationBatch | None = None
+    observation: ObservationSpec | None = None
+    kept: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
+    observe: Mapping[str, Observe] = field(default_factory=dict)
+    want_signals: Mapping[str, IdArray] = field(default_factory=dict)
     report_rows: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SignalReport:
+    """Signals of one request after a step, one value per live token in logical order.
+
+    Attributes:
+        num_observed: leading live tokens that an observed query has seen.
+        values: name to ``[num_live]``.
+    """
+
+    num_observed: int
+    values: Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +112,7 @@ class StepReport:
         verified: digests, when the batch asked for them.
         rows: with ``report_rows``: slots of all live tokens that this forward read (new tokens
             included), per request, canonical slots.
+        signals: per request of ``want_signals``.
         worker_seconds: time the worker spent on rows and copy bookkeeping in this step.
     """
 
@@ -89,6 +120,7 @@ class StepReport:
     verified: tuple[VerifyResult, ...] = ()
     rows: Mapping[str, SlotArray] = field(default_factory=dict)
     worker_seconds: float = 0.0
+    signals: Mapping[str, SignalReport] = field(default_factory=dict)
 
 
 EMPTY_ROW: SlotArray = np.empty(0, np.int32)

@@ -17,10 +17,12 @@ from vtoken.integration.vllm.attention_metadata import LiveRows
 from vtoken.integration.vllm.compat.worker_side import (
     HookedCPUModelRunner,
     cpu_attention_override,
+    layer_names,
 )
 from vtoken.integration.vllm.messages import ATTRIBUTE, StepMessage
+from vtoken.integration.vllm.observer import Observer
 from vtoken.integration.vllm.slot_rows import SlotRows
-from vtoken.integration.vllm.support import check_groups
+from vtoken.integration.vllm.support import check_groups, check_score_layers, vtoken_config
 from vtoken.integration.vllm.worker_core import WorkerCore
 from vtoken.kv_pool import KVPool
 from vtoken.kv_view import SplitKV
@@ -43,6 +45,7 @@ class VTokenCPUModelRunner(HookedCPUModelRunner):
 
         Raises:
             UnsupportedError: not one group of full attention, or a layer is not ours.
+            ConfigError: a layer of ``score_layers`` does not exist.
         """
         check_groups(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
@@ -54,7 +57,10 @@ class VTokenCPUModelRunner(HookedCPUModelRunner):
         layers = [SplitKV.from_cache(cache) for cache in self.kv_caches]
         pool = KVPool(layers)
         rows = SlotRows(self.max_num_reqs, self.max_model_len, layers[0].geometry)
-        self._core = WorkerCore(rows, CpuCopyEngine(pool), pool)
+        names = layer_names(kv_cache_config)
+        check_score_layers(vtoken_config(self.vllm_config), len(names))
+        observer = Observer(rows, dict(zip(names, layers, strict=True)))
+        self._core = WorkerCore(rows, CpuCopyEngine(pool), pool, observer)
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """One step's forward, then the copies of its message overlap whatever follows."""
@@ -99,7 +105,7 @@ class VTokenCPUModelRunner(HookedCPUModelRunner):
         rows, lens = self.core.append(req_ids, num_new, write_slots)
         live = LiveRows(self.core.rows.table, torch.from_numpy(rows), torch.from_numpy(lens))
         for builder in self.metadata_builders():
-            builder.set_live_rows(live)
+            builder.set_live_rows(live, self.core.layer_observer)
 
     def _with_report(self, output: Any) -> Any:
         if not isinstance(output, ModelRunnerOutput):

@@ -6,6 +6,7 @@ settles relocations before vLLM looks at the output and evicts after it.
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections import deque
@@ -24,20 +25,18 @@ from vtoken.integration.vllm.backpressure import Backpressure
 from vtoken.integration.vllm.block_manager import VLLMBlockPool
 from vtoken.integration.vllm.compat.scheduler_side import (
     SchedulerHooks,
+    fail_requests,
+    guard_allocations,
     is_running,
-    is_waiting,
-    reserve_headroom,
 )
-from vtoken.integration.vllm.messages import (
-    ATTRIBUTE,
-    RelocationBatch,
-    StepMessage,
-    StepReport,
-)
+from vtoken.integration.vllm.messages import ATTRIBUTE, StepMessage, StepReport
+from vtoken.integration.vllm.step import evict_due, step_message
 from vtoken.integration.vllm.support import check_groups, check_supported, vtoken_config
-from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.request_kv import RequestKV
 from vtoken.token_layer import TokenLayer
-from vtoken.types import IdArray, SlotArray
+from vtoken.types import IdArray
+
+logger = logging.getLogger(__name__)
 
 NUM_REMEMBERED_RELOCATIONS = 32
 
@@ -60,14 +59,13 @@ class VTokenSchedulerMixin(SchedulerHooks):
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         pool = VLLMBlockPool(self.kv_cache_manager)
         self.layer = TokenLayer(config, pool)
-        self.backpressure = Backpressure(self.layer, pool)
+        self.backpressure = Backpressure(self.layer, pool, lambda: len(self.running))
         self.recent_relocations: deque[dict[str, Any]] = deque(maxlen=NUM_REMEMBERED_RELOCATIONS)
         self.eviction_log: list[tuple[str, int, list[int]]] = []
         self.num_steps = 0
         if config.record_evictions:
             self.layer.evictor.listener = self._record_eviction
-        if config.relocates:
-            reserve_headroom(self.kv_cache_manager, self._reserve, self._refused)
+        guard_allocations(self.kv_cache_manager, self.backpressure)
 
     # -- the step --------------------------------------------------------------------------
 
@@ -76,7 +74,9 @@ class VTokenSchedulerMixin(SchedulerHooks):
         self.backpressure.step_begins()
         output = super().schedule(*args, **kwargs)
         start = time.perf_counter()
-        setattr(output, ATTRIBUTE, self._step_message(output))
+        scheduled = output.num_scheduled_tokens
+        message = step_message(self.layer, self.requests, scheduled, self._admit)
+        setattr(output, ATTRIBUTE, message)
         if output.total_num_scheduled_tokens:
             self.num_steps += 1
         self.backpressure.step_decided()
@@ -88,11 +88,22 @@ class VTokenSchedulerMixin(SchedulerHooks):
     ) -> Any:
         """Settle what the worker reports, let vLLM process the output, then evict."""
         start = time.perf_counter()
-        self._settle(getattr(model_runner_output, ATTRIBUTE, StepReport()))
+        report = getattr(model_runner_output, ATTRIBUTE, StepReport())
+        lost = self._settle(report)
+        if lost:
+            logger.error("urgent relocation failed, ending requests %s with an error", lost)
+            fail_requests(self, model_runner_output, lost)
         middle = time.perf_counter()
         result = super().update_from_output(scheduler_output, model_runner_output)
         resumed = time.perf_counter()
-        self._evict(scheduler_output)
+        evict_due(
+            self.layer,
+            self.requests,
+            scheduler_output.num_scheduled_tokens,
+            is_running,
+            getattr(scheduler_output, ATTRIBUTE, StepMessage()),
+            report,
+        )
         if self.layer.config.verify == "full":
             self.layer.check_all()
         spent = self._overhead_seconds + (middle - start) + (time.perf_counter() - resumed)
@@ -103,24 +114,6 @@ class VTokenSchedulerMixin(SchedulerHooks):
         """Keep stepping until every plan in flight is settled, so that no block stays taken."""
         return bool(super().has_requests() or self.layer.reclamation.num_in_flight)
 
-    def _step_message(self, output: SchedulerOutput) -> StepMessage:
-        rows: dict[str, SlotArray] = {}
-        computed: list[tuple[RequestKV, int]] = []
-        for req_id, num_tokens in output.num_scheduled_tokens.items():
-            request = self.requests[req_id]
-            kv = self.layer.requests.get(req_id) or self._admit(request)
-            before = request.num_computed_tokens - num_tokens
-            row = self.layer.schedule_tokens(kv, before, request.num_computed_tokens)
-            if row is not None:
-                rows[req_id] = row
-            computed.append((kv, before))
-        plans = self.layer.plan_relocations(computed)
-        return StepMessage(
-            rows=rows,
-            relocation=self._batch(plans) if plans else None,
-            report_rows=self.layer.config.verify == "full",
-        )
-
     def _admit(self, request: Request) -> RequestKV:
         prompt = np.asarray(request.prompt_token_ids or (), np.int32)
         return self.layer.admit(
@@ -130,20 +123,9 @@ class VTokenSchedulerMixin(SchedulerHooks):
             request_seed=zlib.crc32(prompt.tobytes()),
         )
 
-    def _batch(self, plans: list[RelocationPlan]) -> RelocationBatch:
-        verify = self.layer.verifies(plans[0].ticket)
-        return RelocationBatch(
-            ticket=plans[0].ticket,
-            req_ids=tuple(plan.req_id for plan in plans),
-            bounds=(0, *np.cumsum([plan.moves.num_moves for plan in plans]).tolist()),
-            src_slots=np.concatenate([plan.moves.src_slots for plan in plans]),
-            dst_slots=np.concatenate([plan.moves.dst_slots for plan in plans]),
-            verify=verify,
-            verify_rows=verify and self.layer.config.verify == "full",
-        )
-
-    def _settle(self, report: StepReport) -> None:
+    def _settle(self, report: StepReport) -> list[str]:
         stats = self.layer.stats
+        lost: list[str] = []
         for req_id, row in report.rows.items():
             self.layer.check_row(req_id, row)
         if report.worker_seconds:
@@ -153,7 +135,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
                 digest.req_id, digest.num_tokens, digest.digest_before, digest.digest_after
             )
         for copy in report.copies:
-            self.layer.settle(copy.ticket, copy.error)
+            lost += self.layer.settle(copy.ticket, copy.error)
             stats.observe("relocation_copy_seconds", copy.copy_seconds)
             stats.observe("relocation_stall_seconds", copy.stall_seconds)
             stats.inc("relocated_bytes_total", copy.num_bytes)
@@ -166,16 +148,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
                     "num_bytes": copy.num_bytes,
                 }
             )
-
-    def _evict(self, output: SchedulerOutput) -> None:
-        for req_id in output.num_scheduled_tokens:
-            kv = self.layer.requests.get(req_id)
-            request = self.requests.get(req_id)
-            if kv is None or request is None or not is_running(request):
-                continue
-            # Under async scheduling the newest tokens are still being computed.
-            computed = request.num_computed_tokens - request.num_in_flight_tokens
-            self.layer.evict_if_due(kv, computed)
+        return lost
 
     def _record_eviction(self, kv: RequestKV, num_tokens: int, victims: IdArray) -> None:
         self.eviction_log.append((kv.req_id, num_tokens, victims.tolist()))
@@ -189,13 +162,6 @@ class VTokenSchedulerMixin(SchedulerHooks):
     def on_preempted(self, request: Request) -> None:
         """Count it; eviction state is rebuilt when the request is computed again."""
         self.layer.stats.inc("preemptions_total")
-
-    def _reserve(self, request: Request) -> int:
-        return self.backpressure.reserved_blocks(is_waiting(request), len(self.running))
-
-    def _refused(self, request: Request, needed_blocks: int) -> None:
-        if is_waiting(request):
-            self.backpressure.refused(needed_blocks)
 
 
 class VTokenScheduler(VTokenSchedulerMixin, Scheduler):

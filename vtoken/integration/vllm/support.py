@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
 from vtoken.config import VTokenConfig
-from vtoken.errors import UnsupportedError
+from vtoken.errors import ConfigError, UnsupportedError
 from vtoken.integration.vllm.compat import check_vllm_version
 
 CONFIG_KEY = "vtoken"
@@ -52,6 +52,17 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
         UnsupportedError: lists every reason.
     """
     _raise_if(list(_group_reasons(kv_cache_config)))
+
+
+def check_score_layers(config: VTokenConfig, num_layers: int) -> None:
+    """Refuse sampled layers that the model does not have.
+
+    Raises:
+        ConfigError: names the number of layers.
+    """
+    layers = config.score_layers
+    if layers is not None and layers[-1] >= num_layers:
+        raise ConfigError("score_layers", layers, f"layers of this model are 0 … {num_layers - 1}")
 
 
 def _raise_if(reasons: list[str]) -> None:

@@ -4,11 +4,13 @@ Order within one step (hazards in brackets):
 
 1. ``begin_step``: take the message. If vLLM is about to zero or copy blocks, or no forward
    follows, outstanding relocations are joined here [they read blocks that may be rewritten].
+   Urgent relocations are carried out [this step may write to the blocks they empty].
 2. ``update_rows``: drop ended requests, set the rows the scheduler sent.
 3. ``append``: add this step's write slots; join whatever is still outstanding [the forward may
    write into source blocks of a rolled-back plan, and reads destinations of committed ones].
 4. the forward.
-5. ``after_forward``: hash if asked, then start the copies of this step's plan.
+5. ``after_forward``: hash if asked, then start the copies of this step's plan; accumulate what
+   the sampled layers observed [reads keys of live tokens; copies write free blocks only].
 6. ``report``: results of the batches that 1 or 3 joined.
 """
 
@@ -28,10 +30,12 @@ from vtoken.copy_engine.base import CopyEngine
 from vtoken.errors import CopyError, TokenTableError
 from vtoken.integration.vllm.messages import (
     RelocationBatch,
+    SignalReport,
     StepMessage,
     StepReport,
     VerifyResult,
 )
+from vtoken.integration.vllm.observer import LayerObserver, Observer
 from vtoken.integration.vllm.slot_rows import RowArray, SlotRows
 from vtoken.kv_pool import KVPool
 from vtoken.types import CopyResult, SlotArray
@@ -51,8 +55,11 @@ class _Check:
 class WorkerCore:
     """Rows, relocations and their verification of one worker; one thread calls it."""
 
-    def __init__(self, rows: SlotRows, engine: CopyEngine, pool: KVPool) -> None:
+    def __init__(
+        self, rows: SlotRows, engine: CopyEngine, pool: KVPool, observer: Observer | None = None
+    ) -> None:
         self.rows = rows
+        self._observer = observer
         self._engine = engine
         self._pool = pool
         self._message = StepMessage()
@@ -62,13 +69,19 @@ class WorkerCore:
         self._verified: list[VerifyResult] = []
         self._scheduled: Sequence[str] = ()
         self._seconds = 0.0
+        self._signals: dict[str, SignalReport] = {}
 
     def begin_step(self, message: StepMessage, *, join_now: bool) -> None:
         """Take the message of a step; with ``join_now`` finish outstanding copies first."""
         self._message = message
         self._scheduled = ()
         self._seconds = 0.0
-        if join_now:
+        self._signals = {}
+        if join_now or message.urgent:
+            self._join()
+        for batch in message.urgent:
+            # One at a time: a batch may read what the one before it wrote.
+            self._start(batch)
             self._join()
 
     def update_rows(self, ended: Iterable[str], must_have_row: Iterable[str]) -> None:
@@ -90,6 +103,8 @@ class WorkerCore:
                 )
             for req_id, slots in self._message.rows.items():
                 self.rows.set_row(req_id, slots)
+            if self._observer is not None:
+                self._observer.update_rows(self._message, must_have_row)
 
     def append(
         self,
@@ -112,14 +127,20 @@ class WorkerCore:
             self.rows.append(rows, num_new, write_slots)
             self._scheduled = tuple(req_ids)
             lens = self.rows.lens(rows)
+            if self._observer is not None:
+                self._observer.begin(self._message.observe, req_ids, num_new)
         self._join()
         return rows, lens
 
     def after_forward(self) -> None:
         """Start the relocation of this step's message; its sources are complete now."""
-        batch = self._message.relocation
-        if batch is None:
-            return
+        if self._message.relocation is not None:
+            self._start(self._message.relocation)
+        if self._observer is not None:
+            with self._timed():
+                self._signals = self._observer.end(self._message.want_signals)
+
+    def _start(self, batch: RelocationBatch) -> None:
         checks = list(self._hash_sources(batch)) if batch.verify else []
         with self._timed():
             try:
@@ -139,7 +160,13 @@ class WorkerCore:
             rows = {req_id: self.rows.canonical(req_id) for req_id in self._scheduled}
         verified, self._verified = tuple(self._verified), []
         copies, self._settled = tuple(self._settled), []
-        return StepReport(copies, verified, rows, self._seconds)
+        signals, self._signals = self._signals, {}
+        return StepReport(copies, verified, rows, self._seconds, signals)
+
+    @property
+    def layer_observer(self) -> LayerObserver | None:
+        """What this step's sampled layers report their queries to; None: nobody looks."""
+        return None if self._observer is None else self._observer.step
 
     def close(self) -> None:
         """Finish outstanding copies and release the engine."""

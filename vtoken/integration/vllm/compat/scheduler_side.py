@@ -6,11 +6,11 @@ in which a request loses its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 NEVER_CACHED = 1 << 60
@@ -47,44 +47,71 @@ def is_running(request: Request) -> bool:
     return bool(request.status == RequestStatus.RUNNING)
 
 
-def reserve_headroom(
-    manager: KVCacheManager,
-    reserve: Callable[[Request], int],
-    refused: Callable[[Request, int], None],
-) -> None:
-    """Make allocations leave blocks alone.
+def fail_requests(scheduler: Scheduler, output: ModelRunnerOutput, req_ids: list[str]) -> None:
+    """End requests with an error when this output is processed, without this step's token.
 
-    Args:
-        manager: its ``allocate_slots`` is wrapped in place.
-        reserve: how many free blocks this request must leave.
-        refused: called with the request and the blocks that it would have needed, whenever an
-            allocation fails and something was reserved.
+    Rides on the set that vLLM keeps for failed grammars, which it ends in
+    ``update_from_output`` with an error to the client.
     """
+    for req_id in req_ids:
+        scheduler.grammar_compile_error_reqs.add(req_id)
+        index = output.req_id_to_index.get(req_id)
+        if index is not None and output.sampled_token_ids:
+            output.sampled_token_ids[index] = []
+
+
+class AllocationGuard(Protocol):
+    """Has a say in every allocation of blocks."""
+
+    def reserved_blocks(self, request: Request) -> int:
+        """Free blocks that the request's allocation must leave."""
+
+    def make_room(self, request: Request) -> bool:
+        """The allocation failed: free at least one block, or return False."""
+
+    def rescued(self, request: Request) -> None:
+        """An allocation that had failed succeeded after :meth:`make_room`."""
+
+    def refused(self, request: Request, needed_blocks: int) -> None:
+        """The allocation failed for good while blocks were reserved."""
+
+
+def guard_allocations(manager: KVCacheManager, guard: AllocationGuard) -> None:
+    """Put the guard in front of ``manager.allocate_slots``, in place."""
     allocate = manager.allocate_slots
 
     def allocate_slots(
         request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
-        new_computed_blocks: KVCacheBlocks | None = None,
         *args: Any,
         reserved_blocks: int = 0,
         **kwargs: Any,
     ) -> KVCacheBlocks | None:
-        extra = reserve(request)
-        blocks = allocate(
-            request,
-            num_new_tokens,
-            num_new_computed_tokens,
-            new_computed_blocks,
-            *args,
-            reserved_blocks=reserved_blocks + extra,
-            **kwargs,
-        )
-        if blocks is None and extra:
+        def attempt(extra: int) -> KVCacheBlocks | None:
+            return allocate(
+                request,
+                num_new_tokens,
+                num_new_computed_tokens,
+                *args,
+                reserved_blocks=reserved_blocks + extra,
+                **kwargs,
+            )
+
+        extra = guard.reserved_blocks(request)
+        blocks = attempt(extra)
+        if blocks is not None:
+            return blocks
+        while blocks is None and guard.make_room(request):
+            blocks = attempt(extra)
+        if blocks is not None:
+            guard.rescued(request)
+        elif extra and is_running(request):
+            blocks = attempt(0)  # rather the last block than a preemption
+        elif extra:
             total = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
             size = manager.coordinator.single_type_managers[0].block_size
-            refused(request, -(-total // size) - num_new_computed_tokens // size)
+            guard.refused(request, -(-total // size) - num_new_computed_tokens // size)
         return blocks
 
     manager.allocate_slots = allocate_slots

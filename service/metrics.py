@@ -1,0 +1,171 @@
+"""``vtoken_*`` families on ``/metrics``, beside vLLM's own ``vllm:*``.
+
+The engine's statistics live in another process. The poller brings a snapshot about once a
+second; this collector holds the last one and answers each scrape from it. Every family is there
+from the first scrape, with value zero.
+
+    python -m service.metrics --write docs/metrics.md    # the reference, from this code
+    python -m service.metrics --check docs/metrics.md    # exit code 1 if it is stale
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from vtoken.stats import METRICS, MetricSpec
+
+PREFIX = "vtoken_"
+BASE_LABELS: tuple[str, ...] = ("model_name", "engine")
+
+POLICY_INFO = MetricSpec(
+    "policy_info",
+    "gauge",
+    "Always 1; its labels tell the policy in force, the mode, θ_F and the document's version.",
+    ("policy", "mode", "theta_f", "version"),
+)
+POLL_FAILURES = MetricSpec(
+    "poll_failures_total", "counter", "Readings of the engine's statistics that failed."
+)
+SNAPSHOT_AGE = MetricSpec(
+    "snapshot_age_seconds",
+    "gauge",
+    "Age of the statistics shown here; grows while the engine does not answer.",
+)
+SERVICE_METRICS: tuple[MetricSpec, ...] = (POLICY_INFO, POLL_FAILURES, SNAPSHOT_AGE)
+
+_Samples = list[tuple[Sequence[str], Any]]
+
+
+class VTokenCollector(Collector):
+    """Prometheus collector over the last snapshot of one engine.
+
+    Args:
+        model_name: value of that label, the same as vLLM's.
+        config: ``VTokenConfig.to_dict()`` at the start; in mode ``off`` only ``policy_info`` is
+            shown.
+        engine: value of that label.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        config: Mapping[str, Any],
+        *,
+        engine: str = "0",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._base = (model_name, engine)
+        self._clock = clock
+        self._updated = clock()
+        self._num_failures = 0
+        self._is_off = config["mode"] == "off"
+        self._policies: tuple[str, ...] = ()  # a series that was shown once never vanishes
+        self._families = self._build({"stats": {}, "config": config, "policy_version": 0})
+
+    def update(self, reply: Mapping[str, Any]) -> None:
+        """Show the engine's ``snapshot`` reply from now on.
+
+        Raises:
+            KeyError, TypeError, ValueError: it has not the agreed form; the last stays.
+        """
+        self._families = self._build(reply)
+        self._updated = self._clock()
+
+    def count_failure(self) -> None:
+        """Count a reading that brought no snapshot."""
+        self._num_failures += 1
+
+    def describe(self) -> Iterator[Metric]:
+        """The families' names, for the registry; see :meth:`collect`."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, as of the last snapshot."""
+        yield from self._families
+        if not self._is_off:
+            age = self._clock() - self._updated
+            yield self._family(POLL_FAILURES, [((), self._num_failures)])
+            yield self._family(SNAPSHOT_AGE, [((), age)])
+
+    def _build(self, reply: Mapping[str, Any]) -> list[Metric]:
+        config = reply["config"]
+        version = reply["policy_version"]
+        info = [config["policy"], config["mode"], f"{config['theta_f']:g}", str(version)]
+        families = [self._family(POLICY_INFO, [(info, 1)])]
+        if not self._is_off:
+            self._policies = tuple(dict.fromkeys([*self._policies, config["policy"]]))
+            for spec in METRICS.values():
+                samples = _samples(spec, reply["stats"], self._policies)
+                families.append(self._family(spec, samples))
+        return families
+
+    def _family(self, spec: MetricSpec, samples: _Samples) -> Metric:
+        kinds: dict[str, Any] = {
+            "counter": CounterMetricFamily,
+            "gauge": GaugeMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
+        labels = [*BASE_LABELS, *spec.labels]
+        family = kinds[spec.kind](PREFIX + spec.name, spec.help, labels=labels)
+        for own, value in samples:
+            values = [*self._base, *own]
+            if spec.kind == "histogram":
+                family.add_metric(values, buckets=value[0], sum_value=value[1])
+            else:
+                family.add_metric(values, value)
+        assert isinstance(family, Metric)
+        return family
+
+
+def register(collector: VTokenCollector, registry: CollectorRegistry) -> None:
+    """Put ``collector`` on ``registry``, in place of an earlier one; mutates ``registry``."""
+    for other in list(registry._collector_to_names):
+        if isinstance(other, VTokenCollector):
+            registry.unregister(other)
+    registry.register(collector)
+
+
+def _samples(spec: MetricSpec, stats: Mapping[str, Any], policies: Sequence[str]) -> _Samples:
+    """Label values with value; what the engine has not counted yet is zero."""
+    if spec.kind == "gauge":
+        return [((), float(stats.get("gauges", {}).get(spec.name, 0)))]
+    if spec.kind == "histogram":
+        return [((), _histogram(spec, stats.get("histograms", {}).get(spec.name)))]
+    start = spec.initial if spec.labels else ((),)
+    if spec.labels == ("policy",):
+        start = (*start, *((policy,) for policy in policies))
+    values = dict.fromkeys(start, 0.0)
+    counted = stats.get("counters", {}).get(spec.name, [])
+    values |= {tuple(str(v) for v in labels): float(value) for labels, value in counted}
+    return list(values.items())
+
+
+def _histogram(
+    spec: MetricSpec, value: Mapping[str, Any] | None
+) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative buckets up to ``+Inf``, and the sum."""
+    bounds = spec.buckets if value is None else value["bounds"]
+    counts = [0] * (len(bounds) + 1) if value is None else value["counts"]
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    total = 0.0 if value is None else float(value["sum"])
+    buckets = zip(names, itertools.accumulate(counts), strict=True)
+    return [(name, float(count)) for name, count in buckets], total
+
+
+if __name__ == "__main__":
+    from service.metrics_docs import main
+
+    raise SystemExit(main())

@@ -1,0 +1,723 @@
+"""An engine around the token layer, with a scheduler, a worker and K/V content, all simulated.
+
+The scheduler runs up to :data:`MAX_IN_FLIGHT` steps ahead of the outputs it has processed, as
+under async scheduling. The worker executes steps in order. Memory is an array from slot to a
+number that identifies the content that was computed there, so a wrong mapping is a wrong number:
+
+    clean      base of the prefix family (shared prompt) or of the request, plus the token id
+    tainted    computed after an eviction: a base that no other life of any request has
+
+After every call that changes the layer, :meth:`EngineModel.check` compares everything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.core_models import ModelPool, NaiveModel, NaiveRequest, make_config, make_signals
+from vtoken.errors import ConfigError
+from vtoken.observation import ATTENTION_SIGNALS, RequestSignals
+from vtoken.policies.registry import POLICIES
+from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.token_layer import TokenLayer
+
+MAX_IN_FLIGHT = 3
+MAX_REQUESTS = 6
+_SPAN = 1 << 20
+
+
+@dataclass(eq=False)
+class Request:
+    """A request as the scheduler sees it; survives preemption."""
+
+    req_id: str
+    base: int
+    family: int
+    num_shared: int
+    num_prompt: int
+    max_tokens: int
+    prefill_end: int
+    computed: int = 0
+    done: int = 0
+
+    def clean_key(self, token: int) -> int:
+        """Content of a token that was computed with every earlier token live."""
+        return (self.family if token < self.num_shared else self.base) * _SPAN + token
+
+    def block_hashes(self, num_tokens: int, size: int) -> list[Hashable]:
+        """Prefix-cache keys of its full blocks below ``num_tokens``."""
+        full = range(num_tokens // size)
+        return [(self.family if (i + 1) * size <= self.num_shared else self.base, i) for i in full]
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request in one step: what the worker is told and what it must find."""
+
+    request: Request
+    naive: NaiveRequest
+    after: int
+    row: list[int] | None
+    signals: RequestSignals | None
+    write_slots: list[int]
+    write_keys: list[int]
+    read_keys: list[int]
+
+
+@dataclass(eq=False)
+class Step:
+    """A step on its way to the worker."""
+
+    entries: list[Entry]
+    plans: list[RelocationPlan]
+    urgent: list[RelocationPlan]
+
+
+@dataclass(eq=False)
+class Output:
+    """A step's result on its way back, with the reports of copies that ended before it."""
+
+    entries: list[Entry]
+    reports: list[tuple[int, str | None]]
+
+
+@dataclass(eq=False)
+class PendingCopy:
+    """A batch that the copy engine has taken and may carry out at any time."""
+
+    ticket: int
+    src: np.ndarray
+    dst: np.ndarray
+    fails: bool
+
+    @classmethod
+    def of(cls, plans: list[RelocationPlan], fails: bool) -> PendingCopy:
+        """All moves of plans with one ticket."""
+        src = np.concatenate([plan.moves.src_slots for plan in plans])
+        dst = np.concatenate([plan.moves.dst_slots for plan in plans])
+        assert not np.intersect1d(src, dst).size
+        return cls(plans[0].ticket, src, dst, fails)
+
+
+@dataclass
+class Counts:
+    """What happened, to prove that a run was not idle."""
+
+    operations: int = 0
+    evicted: int = 0
+    committed: int = 0
+    failed: int = 0
+    rolled_back: int = 0
+    preempted: int = 0
+    aborted: int = 0
+    finished: int = 0
+    cache_hits: int = 0
+    patches: int = 0
+    late_evictions: int = 0
+    urgent: int = 0
+    early: int = 0
+    lost: int = 0
+    postponed: int = 0
+
+
+@dataclass(eq=False)
+class EngineModel:
+    """Drives a :class:`TokenLayer`; every public method is one thing that can happen.
+
+    Attributes:
+        skip_copies: mutant: the worker reports copies that it never made.
+        urgent_late: mutant: urgent copies wait until the step has written.
+    """
+
+    config: dict[str, Any]
+    num_blocks: int = 36
+    block_size: int = 4
+    skip_copies: bool = False
+    urgent_late: bool = False
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.pool = ModelPool(self.num_blocks, self.block_size)
+        self.layer = TokenLayer(make_config(**self.config), self.pool)
+        self.layer.evictor.listener = self._on_eviction
+        self.naive = NaiveModel(self.block_size)
+        self.memory = np.full((self.num_blocks + 1) * self.block_size, -1, np.int64)
+        self.worker_rows: dict[str, list[int]] = {}
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+        self.steps: deque[Step] = deque()
+        self.outputs: deque[Output] = deque()
+        self.pending: PendingCopy | None = None
+        self.reports: list[tuple[int, str | None]] = []
+        self.in_flight: dict[int, list[tuple[NaiveRequest | None, RelocationPlan]]] = {}
+        self.unproven: dict[int, list[tuple[str, NaiveRequest]]] = {}
+        self.failed_tickets: set[int] = set()
+        self.uncopied: set[int] = set()  # slots that a committed copy has still to fill
+        self.eviction_log: list[tuple[str, int, list[int]]] = []
+        self._victims: list[int] | None = None
+        self._next_id = 0
+        self._next_base = 1000  # below: prefix families
+
+    # -- scheduler -------------------------------------------------------------------------
+
+    def add_request(self, num_prompt: int, num_output: int, family: int, num_shared: int) -> None:
+        """A client sends a request whose first ``num_shared`` tokens belong to ``family``."""
+        if len(self.running) + len(self.waiting) >= MAX_REQUESTS:
+            return
+        self._next_id += 1
+        self.waiting.append(
+            Request(
+                req_id=f"r{self._next_id}",
+                base=self._new_base(),
+                family=family,
+                num_shared=min(num_shared, num_prompt),
+                num_prompt=num_prompt,
+                max_tokens=num_prompt + num_output,
+                prefill_end=num_prompt,
+            )
+        )
+
+    def schedule(self, chunk: int, skip: int, num_admit: int) -> None:
+        """One engine step: at most ``chunk`` tokens each; running request ``skip`` is left out."""
+        if len(self.steps) + len(self.outputs) >= MAX_IN_FLIGHT:
+            return
+        scheduled: dict[str, tuple[Request, int]] = {}
+        for i, request in enumerate(list(self.running)):
+            num_new = self._num_new(request, chunk)
+            if i == skip or request not in self.running or not num_new:
+                continue
+            if self._make_room(request, num_new, scheduled):
+                scheduled[request.req_id] = (request, num_new)
+        for _ in range(num_admit):
+            if self.waiting and self._start(self.waiting[0], chunk):
+                request = self.waiting.popleft()
+                self.running.append(request)
+                scheduled[request.req_id] = (request, self._num_new(request, chunk))
+        entries, computed = [], []
+        for request, num_new in scheduled.values():
+            computed.append((request, request.computed))
+            entries.append(self._schedule_tokens(request, num_new))
+        plans = self._plan(computed)
+        self.steps.append(Step(entries, plans, self.layer.reclamation.take_urgent()))
+
+    def process_output(self) -> None:
+        """The scheduler receives the oldest output: settle, then evict, then finish."""
+        if not self.outputs:
+            return
+        output = self.outputs.popleft()
+        for ticket, error in output.reports:
+            self._settle(ticket, error)
+        for entry in output.entries:
+            request = entry.request
+            if self.naive.requests.get(request.req_id) is not entry.naive:
+                continue  # finished, aborted or preempted meanwhile
+            request.done = entry.after
+            self._evict(request, entry.naive, entry.signals)
+            if request.done >= request.max_tokens:
+                self._forget(request)
+                self.counts.finished += 1
+
+    def abort(self, index: int) -> None:
+        """A client leaves."""
+        everyone = [*self.running, *self.waiting]
+        if not everyone:
+            return
+        request = everyone[index % len(everyone)]
+        if request in self.waiting:
+            self.waiting.remove(request)
+            return
+        self.counts.aborted += 1
+        self._forget(request)
+
+    def preempt(self, index: int) -> None:
+        """The scheduler takes all blocks of a running request, which waits to be computed anew."""
+        if not self.running:
+            return
+        request = self.running[index % len(self.running)]
+        self._forget(request)
+        self.counts.preempted += 1
+        request.computed = 0
+        request.prefill_end = max(request.num_prompt, request.done)
+        request.done = 0
+        self.waiting.appendleft(request)
+
+    def patch(self, changes: Mapping[str, Any]) -> None:
+        """A live change of the configuration, which may be refused."""
+        before, version = self.layer.config, self.layer.policy_version
+        attention = self.layer.evictor.policy.signals & ATTENTION_SIGNALS
+        try:
+            self.layer.patch(changes)
+        except ConfigError:
+            assert self.layer.config is before
+            assert self.layer.policy_version == version
+        else:
+            new = self.layer.evictor.policy.signals & ATTENTION_SIGNALS
+            for naive in self.naive.requests.values():
+                naive.next_due = naive.prefill_end
+                if new - attention and len(naive.key) >= naive.prefill_end:
+                    interval = self.layer.config.evict_interval_tokens
+                    naive.next_due = len(naive.key) + interval
+            assert self.layer.policy_version == version + 1
+            self.counts.patches += 1
+        self.check()
+
+    # -- worker ----------------------------------------------------------------------------
+
+    def execute(self, copy_fails: bool = False, hold_reports: bool = False) -> None:
+        """The worker runs the oldest step: copies, rows, write, read, start new copies."""
+        if not self.steps:
+            return
+        step = self.steps.popleft()
+        self.copy()
+        urgent = [PendingCopy.of([plan], copy_fails) for plan in step.urgent]
+        for batch in urgent if not self.urgent_late else []:
+            self._carry_out(batch)
+        for entry in step.entries:
+            if entry.row is not None:
+                self.worker_rows[entry.request.req_id] = list(entry.row)
+            self.worker_rows[entry.request.req_id].extend(entry.write_slots)
+            self.memory[entry.write_slots] = entry.write_keys
+            entry.naive.executed = entry.after
+        for batch in urgent if self.urgent_late else []:
+            self._carry_out(batch)
+        for entry in step.entries:
+            found = self.memory[self.worker_rows[entry.request.req_id]].tolist()
+            if entry.naive.poisoned:
+                continue
+            assert found == entry.read_keys, f"{entry.request.req_id} reads wrong content"
+        if step.plans:
+            self.pending = PendingCopy.of(step.plans, copy_fails)
+        self.outputs.append(Output(step.entries, [] if hold_reports else self._take_reports()))
+
+    def copy(self) -> None:
+        """The copies of the batch in the worker's hands happen now."""
+        copy, self.pending = self.pending, None
+        if copy is not None:
+            self._carry_out(copy)
+
+    def _carry_out(self, copy: PendingCopy) -> None:
+        end = len(copy.src) // 2 if copy.fails else len(copy.src)
+        if not self.skip_copies:
+            self.memory[copy.dst[:end]] = self.memory[copy.src[:end]]
+        if copy.fails:
+            for _, naive in self.unproven.get(copy.ticket, []):
+                naive.poisoned = True
+            self.failed_tickets.add(copy.ticket)
+        self.uncopied.difference_update(copy.dst.tolist())
+        self.reports.append((copy.ticket, "boom" if copy.fails else None))
+
+    def drain(self) -> None:
+        """Everything ends; nothing may be left."""
+        while self.steps or self.outputs:
+            self.execute()
+            self.process_output()
+        for request in list(self.running):
+            self._forget(request)
+        self.waiting.clear()
+        self.copy()
+        for ticket, error in self._take_reports():
+            self._settle(ticket, error)
+        assert not self.layer.requests
+        assert self.layer.reclamation.num_in_flight == 0
+        assert self.pool.num_free_blocks() == self.num_blocks
+        assert self.layer.occupancy.retained_blocks == 0
+        assert self.layer.occupancy.live_tokens == 0
+        self._check_stats()
+
+    # -- the comparison --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Invariants, tables against the naive model, pool, and content of every live token."""
+        self.counts.operations += 1
+        self.layer.check_all()
+        self.naive.check(self.layer.requests, self.layer.occupancy)
+        destinations = [
+            block
+            for plans in self.in_flight.values()
+            for _, plan in plans
+            for block in plan.dst_blocks.tolist()
+        ]
+        assert self.layer.reclamation.blocks_in_flight() == len(destinations)
+        self.pool.check_integrity(destinations)
+        for req_id, naive in self.naive.requests.items():
+            blocks = self.pool.lists[req_id]
+            assert blocks[: len(naive.blocks)] == naive.blocks
+            if naive.poisoned:
+                continue
+            tokens = [
+                token
+                for token, slot in naive.slot.items()
+                if token < naive.executed and slot not in self.uncopied
+            ]
+            found = self.memory[[naive.slot[token] for token in tokens]].tolist()
+            assert found == [naive.key[token] for token in tokens], f"{req_id}: wrong content"
+
+    def _check_stats(self) -> None:
+        stats, counts = self.layer.stats, self.counts
+        evicted = sum(v for _, v in stats.snapshot()["counters"]["evicted_tokens_total"])
+        assert evicted == counts.evicted
+        for outcome in ("committed", "failed", "rolled_back"):
+            assert stats.counter("relocations_total", outcome) == getattr(counts, outcome)
+        assert stats.counter("urgent_relocations_total") == counts.urgent
+        rows = stats.snapshot()["counters"]["evictions_postponed_total"]
+        assert sum(value for _, value in rows) >= counts.postponed
+
+    # -- parts of a step -------------------------------------------------------------------
+
+    def _new_base(self) -> int:
+        self._next_base += 1
+        return self._next_base
+
+    def _num_new(self, request: Request, chunk: int) -> int:
+        if request.computed < request.prefill_end:
+            return min(chunk, request.prefill_end - request.computed)
+        return int(request.computed < request.max_tokens)
+
+    def _make_room(
+        self, request: Request, num_new: int, scheduled: dict[str, tuple[Request, int]]
+    ) -> bool:
+        """Allocate; pack at once while there is no room, then preempt the newest requests."""
+        while not self.pool.grow(request.req_id, request.computed + num_new):
+            if self._reclaim_now():
+                continue
+            victim = self.running[-1]
+            scheduled.pop(victim.req_id, None)
+            self.preempt(len(self.running) - 1)
+            if victim is request:
+                return False
+        self._publish(request, request.computed + num_new)
+        return True
+
+    def _start(self, request: Request, chunk: int) -> bool:
+        """Give a waiting request its blocks, as far as possible from the prefix cache."""
+        reusable = request.prefill_end - 1  # the last token is always computed
+        hashes = request.block_hashes(reusable, self.block_size)
+        num_cached = self.pool.start_request(request.req_id, hashes)
+        request.computed = num_cached * self.block_size
+        if not self.pool.grow(request.req_id, request.computed + self._num_new(request, chunk)):
+            self.pool.release(request.req_id)
+            request.computed = 0
+            return False
+        self.counts.cache_hits += num_cached
+        self._publish(request, request.computed + self._num_new(request, chunk))
+        naive = NaiveRequest(self.block_size, request.prefill_end, request.prefill_end)
+        self.naive.requests[request.req_id] = naive
+        self.layer.admit(request.req_id, request.num_prompt, request.prefill_end, request.base)
+        self.check()
+        return True
+
+    def _publish(self, request: Request, num_tokens: int) -> None:
+        self.pool.cache_full_blocks(
+            request.req_id, request.block_hashes(num_tokens, self.block_size)
+        )
+
+    def _schedule_tokens(self, request: Request, num_new: int) -> Entry:
+        before = request.computed
+        after = request.computed = before + num_new
+        kv, naive = self.layer.requests[request.req_id], self.naive.requests[request.req_id]
+        row = self.layer.schedule_tokens(kv, before, after)
+        blocks = self.pool.lists[request.req_id]
+        cached = range(len(naive.key), before)
+        naive.grow(blocks, map(request.clean_key, cached))
+        assert (row is not None) == naive.dirty
+        if row is not None:
+            assert row.tolist() == list(naive.slot.values())
+            kept = kv.kept_columns
+            observes = bool(self.layer.evictor.policy.signals)
+            expected = naive.kept_columns() if observes else None
+            assert (None if kept is None else kept.tolist()) == expected
+        naive.dirty = naive.evicted_since_row = False
+        if naive.num_evicted:
+            base = self._new_base() * _SPAN
+            keys = [base + token for token in range(before, after)]
+        else:
+            keys = [request.clean_key(token) for token in range(before, after)]
+        naive.grow(blocks, keys)
+        naive.row_tokens = list(naive.slot)
+        self.check()
+        return Entry(
+            request=request,
+            naive=naive,
+            after=after,
+            row=None if row is None else row.tolist(),
+            signals=self._signals(request, kv, after),
+            write_slots=[naive.slot[token] for token in range(before, after)],
+            write_keys=keys,
+            read_keys=[naive.key[token] for token in naive.slot],
+        )
+
+    def _signals(self, request: Request, kv: RequestKV, after: int) -> RequestSignals | None:
+        """What the worker would report after this step, if it is asked: made up, reproducible."""
+        if not self.layer.wants_signals(kv, after):
+            return None
+        rng = np.random.default_rng([request.base, after])
+        token_ids = kv.table.live_ids()
+        num_observed = int(rng.choice([0, len(token_ids) // 2, *[len(token_ids)] * 4]))
+        names = sorted(self.layer.evictor.policy.signals)
+        return make_signals(token_ids, names, rng, num_observed)
+
+    def _reclaim_now(self) -> bool:
+        """Relieve an allocation that failed; the layer may commit early or pack urgently."""
+        if not self.layer.config.relocates:
+            return False
+        free = self.pool.num_free_blocks()
+        num_urgent = len(self.layer.reclamation._urgent)
+        relieved = self.layer.reclaim_now()
+        assert relieved == (self.pool.num_free_blocks() > free)
+        early = [
+            (ticket, owner, plan)
+            for ticket, plans in self.in_flight.items()
+            for owner, plan in plans
+            if owner is not None
+        ]
+        for ticket, naive, plan in early:
+            self.in_flight[ticket].remove((naive, plan))
+            self.counts.early += 1
+            self._commit(naive, plan)
+            self._await_proof(naive, plan)
+        for plan in self.layer.reclamation._urgent[num_urgent:]:
+            naive = self.naive.requests[plan.req_id]
+            kv = self.layer.requests[plan.req_id]
+            self._check_plan(plan, kv, naive, len(naive.key), urgent=True)
+            self.counts.urgent += 1
+            self._commit(naive, plan)
+            self._await_proof(naive, plan)
+        self.check()
+        return relieved
+
+    def _await_proof(self, naive: NaiveRequest, plan: RelocationPlan) -> None:
+        """Committed before the copy was reported."""
+        self.unproven.setdefault(plan.ticket, []).append((plan.req_id, naive))
+        if plan.ticket in self.failed_tickets:
+            naive.poisoned = True  # the copy has failed already, the report is on its way
+        elif not self._is_copied(plan.ticket):
+            self.uncopied.update(plan.moves.dst_slots.tolist())
+
+    def _is_copied(self, ticket: int) -> bool:
+        queued = {plan.ticket for step in self.steps for plan in step.plans}
+        pending = {self.pending.ticket} if self.pending else set()
+        urgent = {plan.ticket for plan in self.layer.reclamation._urgent}
+        return ticket not in queued | pending | urgent
+
+    def _commit(self, naive: NaiveRequest, plan: RelocationPlan) -> None:
+        self.counts.committed += 1
+        moves = plan.moves
+        where = dict(zip(moves.token_ids.tolist(), moves.dst_slots.tolist(), strict=True))
+        naive.settle(plan.source_indices.tolist(), plan.dst_blocks.tolist(), where)
+
+    def _plan(self, computed: list[tuple[Request, int]]) -> list[RelocationPlan]:
+        free = self.pool.num_free_blocks()
+        kvs = [(self.layer.requests[request.req_id], before) for request, before in computed]
+        plans = self.layer.plan_relocations(kvs)
+        num_taken = 0
+        for plan in plans:
+            kv, before = next(item for item in kvs if item[0].req_id == plan.req_id)
+            naive = self.naive.requests[plan.req_id]
+            self._check_plan(plan, kv, naive, before)
+            num_taken += len(plan.dst_blocks)
+            naive.sources = frozenset(plan.source_indices.tolist())
+            self.in_flight.setdefault(plan.ticket, []).append((naive, plan))
+        assert len({plan.req_id for plan in plans}) == len(plans)
+        assert self.pool.num_free_blocks() == free - num_taken
+        self.check()
+        return plans
+
+    def _check_plan(
+        self,
+        plan: RelocationPlan,
+        kv: RequestKV,
+        naive: NaiveRequest,
+        before: int,
+        urgent: bool = False,
+    ) -> None:
+        """I4, from scratch; an urgent plan has dropped its sources already."""
+        places = plan.source_indices.tolist()
+        sources = [naive.blocks[place] for place in places]
+        assert not naive.sources, "a second plan for one request"
+        assert len(places) <= self.layer.config.max_source_blocks
+        assert len(plan.dst_blocks) < len(places), "the plan frees nothing"
+        assert max(places) < before // self.block_size, "the tail block moves"
+        assert 0 not in sources
+        holders = 0 if urgent else 1
+        assert all(self.pool.ref[block] == holders for block in sources), "a shared block moves"
+        tokens = [t for t, slot in naive.slot.items() if slot // self.block_size in sources]
+        assert plan.moves.token_ids.tolist() == tokens
+        assert plan.moves.src_slots.tolist() == [naive.slot[t] for t in tokens]
+        gap_free = [
+            block * self.block_size + offset
+            for block in plan.dst_blocks.tolist()
+            for offset in range(self.block_size)
+        ]
+        assert plan.moves.dst_slots.tolist() == gap_free[: len(tokens)]
+        assert len(plan.dst_blocks) == -(-len(tokens) // self.block_size)
+
+    def _settle(self, ticket: int, error: str | None) -> None:
+        plans = self.in_flight.pop(ticket, [])
+        unproven = self.unproven.pop(ticket, [])
+        self.failed_tickets.discard(ticket)
+        lost = self.layer.settle(ticket, error)
+        current = [r for r, naive in unproven if self.naive.requests.get(r) is naive]
+        assert lost == (current if error is not None else [])
+        for naive, plan in plans:
+            if naive is None:
+                self.counts.rolled_back += 1
+                continue
+            if error is not None:
+                self.counts.failed += 1
+                naive.settle(plan.source_indices.tolist(), [], {})
+            else:
+                self._commit(naive, plan)
+        self.check()
+        for req_id in lost:
+            self.counts.lost += 1
+            self._forget(next(r for r in self.running if r.req_id == req_id))
+
+    def _evict(self, request: Request, naive: NaiveRequest, signals: RequestSignals | None) -> None:
+        expected = self._expected_eviction(request, naive, signals)
+        self._victims = None
+        self.layer.evict_if_due(self.layer.requests[request.req_id], request.done, signals)
+        victims = self._victims or []
+        num_victims, candidates = expected
+        assert len(victims) == num_victims
+        assert set(victims) <= set(candidates)
+        if self.layer.config.policy == "streaming_llm":
+            assert victims == candidates[:num_victims]
+        if victims:
+            self.counts.evicted += num_victims
+            self.counts.late_evictions += bool(naive.sources)
+            naive.evict(victims, request.done)
+        self.check()
+
+    def _expected_eviction(
+        self, request: Request, naive: NaiveRequest, signals: RequestSignals | None
+    ) -> tuple[int, list[int]]:
+        """How many tokens must die now, and which may."""
+        policy = POLICIES[self.layer.config.policy]
+        config = self.layer.config
+        if request.done < naive.next_due:
+            return 0, []
+        naive.next_due = request.done + config.evict_interval_tokens
+        live = [token for token in naive.slot if token < request.done]
+        end = request.done - config.recent_tokens
+        candidates = [token for token in live if config.sink_tokens <= token < end]
+        excess = len(live) - config.target_live_tokens(request.done)
+        if not policy.evicts or excess <= 0:
+            return 0, candidates
+        if policy.signals:
+            if signals is None:
+                observed: set[int] = set()
+            else:
+                observed = set(signals.token_ids[: signals.num_observed].tolist())
+            attention = policy.signals & ATTENTION_SIGNALS
+            if (
+                signals is None
+                or not set(live) <= set(signals.token_ids.tolist())
+                or not policy.signals <= signals.values.keys()
+                or (attention and not observed & set(live))
+            ):
+                self.counts.postponed += 1
+                return 0, candidates
+            candidates = [token for token in candidates if token in observed]
+        if policy.whole_pages:
+            excess -= excess % self.block_size
+            full = Counter(token // self.block_size for token in candidates)
+            candidates = [t for t in candidates if full[t // self.block_size] == self.block_size]
+        return max(0, min(excess, len(candidates))), candidates
+
+    def _on_eviction(self, kv: RequestKV, num_tokens: int, victims: np.ndarray) -> None:
+        assert self._victims is None, "two evictions in one call"
+        self._victims = victims.tolist()
+        self.eviction_log.append((kv.req_id, num_tokens, victims.tolist()))
+
+    def _forget(self, request: Request) -> None:
+        """Finish, abort and preemption: the layer first, then the pool, as in vLLM."""
+        naive = self.naive.requests.pop(request.req_id)
+        self.layer.forget(request.req_id)
+        self.pool.release(request.req_id)
+        self.running.remove(request)
+        for ticket, plans in self.in_flight.items():
+            self.in_flight[ticket] = [
+                (None if owner is naive else owner, plan) for owner, plan in plans
+            ]
+        self.check()
+
+    def _take_reports(self) -> list[tuple[int, str | None]]:
+        reports, self.reports = self.reports, []
+        return reports
+
+
+# -- random driving ------------------------------------------------------------------------
+
+PATCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("policy", (*sorted(POLICIES), *["random"] * 6, "no_such_policy")),
+    ("budget_tokens", (8, 12, 20, 30, 0)),
+    ("keep_ratio", (0.2, 0.5, 0.9, 1.5)),
+    ("theta_f", (0.0, 0.0, 0.1, 0.3, 1.0)),
+    ("low_watermark_ratio", (0.2, 1.0, 1.0, 1.0)),
+    ("max_source_blocks", (2, 3, 8)),
+    ("check_interval_steps", (1, 1, 3)),
+    ("evict_interval_tokens", (1, 2, 7)),
+    ("recent_tokens", (1, 2, 5)),
+    ("sink_tokens", (0, 1, 2)),
+)
+
+
+def drive(model: EngineModel, rng: random.Random, num_operations: int) -> None:
+    """Let random things happen until ``num_operations`` changes were checked, then drain."""
+    trail: deque[str] = deque(maxlen=30)
+    while model.counts.operations < num_operations:
+        try:
+            act(model, rng, trail)
+        except Exception as error:
+            error.add_note(f"after {model.counts.operations} operations, last: {' '.join(trail)}")
+            raise
+    model.drain()
+
+
+def act(model: EngineModel, rng: random.Random, trail: deque[str]) -> None:
+    """One random thing; what is drawn does not depend on the state of the layer."""
+    actions: dict[str, tuple[int, Callable[[], None]]] = {
+        "schedule": (30, lambda: model.schedule(rng.randint(1, 12), rng.randint(0, 9), 1)),
+        "execute": (28, lambda: model.execute(rng.random() < 0.1, rng.random() < 0.2)),
+        "output": (28, model.process_output),
+        "copy": (6, model.copy),
+        "add": (8, lambda: _add_random_request(model, rng)),
+        "abort": (1, lambda: model.abort(rng.randint(0, 9))),
+        "preempt": (2, lambda: model.preempt(rng.randint(0, 9))),
+        "patch": (2, lambda: model.patch(dict([_random_patch(rng)]))),
+    }
+    name = rng.choices(list(actions), [weight for weight, _ in actions.values()])[0]
+    trail.append(name)
+    actions[name][1]()
+
+
+def _add_random_request(model: EngineModel, rng: random.Random) -> None:
+    model.add_request(
+        num_prompt=rng.randint(1, 40),
+        num_output=rng.randint(1, 40),
+        family=rng.randint(1, 2),
+        num_shared=rng.choice((0, 0, 9, 24)),
+    )
+
+
+def _random_patch(rng: random.Random) -> tuple[str, Any]:
+    name, values = rng.choice(PATCHES)
+    return name, rng.choice(values)
+
+
+RARE = ("urgent", "early", "lost", "postponed")
+"""What needs a pool that runs dry, or a patch to a policy with signals."""
+
+
+def assert_busy(counts: Counts, may_be_idle: tuple[str, ...] = ()) -> None:
+    """Nothing that a run is meant to exercise stayed out."""
+    idle = [name for name, value in vars(counts).items() if not value and name not in may_be_idle]
+    if idle:
+        pytest.fail(f"never happened: {idle}; {counts}")

@@ -1,0 +1,149 @@
+"""The command line: each foreseen error is one sentence with an exit code, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from service import cli
+from service.settings import FIELD_NAMES
+from vtoken.errors import UnsupportedError
+
+
+def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``vtoken-serve`` as a shell would, without the caller's VTOKEN_* settings."""
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *arguments],
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
+    """Our one sentence on standard error; fails if there is a traceback or a second one."""
+    assert "Traceback" not in result.stderr
+    ours = [line for line in result.stderr.splitlines() if line.startswith("vtoken-serve: ")]
+    assert len(ours) == 1, result.stderr
+    return ours[0]
+
+
+def main_fails(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> tuple[int, str]:
+    code = cli.main(list(arguments))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return code, lines[0]
+
+
+def test_version_names_both_programs():
+    """Without importing vLLM, so it is quick."""
+    result = run_command("--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("vtoken-serve 0.")
+    assert "vLLM 0.32.0" in result.stdout
+
+
+def test_serve_help_shows_every_flag_of_ours_and_the_way_to_vllms(capsys):
+    """A stranger finds all flags from here."""
+    assert cli.main(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name in FIELD_NAMES:
+        assert "--vtoken-" + name.replace("_", "-") in text
+    assert "--help=all" in text
+    assert "VTOKEN_ADMIN_KEY" in text
+
+
+def test_help_without_command(capsys):
+    """And -h is as good."""
+    assert cli.main(["-h"]) == 0
+    assert "vtoken-serve serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "a command is missing"),
+        (["srve"], "unknown command 'srve'"),
+        (["serve", "--vtoken-thta-f", "1"], "did you mean --vtoken-theta-f?"),
+        (["serve", "--vtoken-theta-f", "1.5"], "theta_f=1.5 is not allowed"),
+        (["serve", "--vtoken-theta-f", "high"], "theta_f='high' is not allowed"),
+        (["serve", "--vtoken-mode", "fast"], "one of off, naive, lazy"),
+        (["serve", "--vtoken-keep-ratio", "0"], "keep_ratio"),
+        (["serve", "--vtoken-keep-ratio", "0.5", "--vtoken-budget-tokens", "64"], "exactly one"),
+    ],
+)
+def test_mistakes_in_our_flags_are_told_before_vllm_is_imported(capsys, arguments, expected):
+    """Exit code 2 and one sentence, at once."""
+    code, line = main_fails(capsys, arguments)
+    assert code == 2
+    assert line.startswith("vtoken-serve: ")
+    assert expected in line
+
+
+def test_mistakes_in_the_environment_are_told_likewise(capsys, monkeypatch):
+    """The variable is named."""
+    monkeypatch.setenv("VTOKEN_SINK_TOKENS", "many")
+    code, line = main_fails(capsys, ["serve"])
+    assert code == 2
+    assert "VTOKEN_SINK_TOKENS='many'" in line
+    monkeypatch.delenv("VTOKEN_SINK_TOKENS")
+    monkeypatch.setenv("VTOKEN_ADMIN_KEY_FILE", "/nowhere/keys")
+    assert "VTOKEN_ADMIN_KEY_FILE" in main_fails(capsys, ["serve"])[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UnsupportedError("sliding\nwindow"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_what_serving_raises_becomes_an_exit_code(capsys, monkeypatch, error, code):
+    """A reason stays one line; signals have the shell's codes."""
+
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_serve", fail)
+    assert cli.main(["serve"]) == code
+    expected = "vtoken-serve: sliding window\n" if code == 1 else ""
+    assert capsys.readouterr().err == expected
+
+
+def test_port_in_use_is_told_before_the_engine_starts():
+    """With the address and the way out."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_command("serve", "--port", str(port))
+    assert result.returncode == 2
+    assert f"127.0.0.1:{port} is already in use" in sentence_of(result)
+
+
+def test_refused_configuration_is_told_by_this_process():
+    """The token layer's reason reaches standard error, and no engine was started."""
+    result = run_command("serve", "--port", "0", "--tensor-parallel-size", "3")
+    assert result.returncode == 1
+    assert "tensor_parallel_size=3" in sentence_of(result)
+    assert "EngineCore" not in result.stderr + result.stdout
+
+
+def test_missing_model_is_one_sentence(tmp_path):
+    """vLLM's refusal, without its traceback."""
+    result = run_command("serve", str(tmp_path / "none"), "--port", "0", HF_HUB_OFFLINE="1")
+    assert result.returncode == 1
+    assert "vLLM cannot serve this" in sentence_of(result)
+
+
+def test_unknown_flag_of_vllm_is_told_by_its_own_parser():
+    """vLLM's argparse error passes through, exit code 2."""
+    result = run_command("serve", "--no-such-flag")
+    assert result.returncode == 2
+    assert "unrecognized arguments: --no-such-flag" in result.stderr
+    assert "Traceback" not in result.stderr

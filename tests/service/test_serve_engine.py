@@ -1,0 +1,406 @@
+"""The whole service: ``vtoken-serve serve`` with the embedded model, asked over HTTP.
+
+One server serves all tests but the last: they run in order, and the last ones kill it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.metrics import PREFIX, SERVICE_METRICS
+from vtoken.stats import METRICS
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+MODEL = "smollm2-135m-instruct"
+KEY = "test-admin-key"
+START_SECONDS = 300
+FLAGS = [
+    "--enforce-eager",
+    *("--max-model-len", "2048"),
+    *("--kv-cache-memory-bytes", "200M"),
+    *("--vtoken-mode", "lazy"),
+    *("--vtoken-budget-tokens", "96"),
+    *("--vtoken-low-watermark-ratio", "1.0"),
+    *("--vtoken-theta-f", "0.1"),
+    *("--vtoken-verify", "full"),
+]
+
+
+class Server:
+    """A ``vtoken-serve serve`` process on a free port."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.log = log
+        environment = {n: v for n, v in os.environ.items() if not n.startswith("VTOKEN_ADMIN")}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", "serve", "--port", "0", *FLAGS, *flags],
+                env={**environment, "VTOKEN_ADMIN_KEY": KEY, "VTOKEN_METRICS_POLL_SECONDS": "0.2"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.url = ""
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_until_ready(self) -> None:
+        found = wait_for(lambda: re.search(r"ready on (http://\S+)", self.text()) or self.has_ended)
+        assert not self.has_ended, self.text()[-3000:]
+        assert isinstance(found, re.Match)
+        self.url = found[1]
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def find(self, name: str) -> psutil.Process:
+        return next(p for p in self.descendants() if name in " ".join(p.cmdline()))
+
+    def kill_all(self) -> None:
+        if not self.has_ended:
+            for process in [*self.descendants(), self.process]:
+                process.kill()
+        self.process.wait(timeout=30)
+
+    def get(self, path: str, **options) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def admin(self, method: str, path: str, *, key: str | None = KEY, **options) -> httpx.Response:
+        headers = {**options.pop("headers", {})}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        return httpx.request(method, self.url + path, headers=headers, timeout=30, **options)
+
+    def metrics(self) -> dict[str, dict[tuple, float]]:
+        samples: dict[str, dict[tuple, float]] = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = (
+                    sample.value
+                )
+        return samples
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of one counter over the series that have ``labels``."""
+        series = self.metrics()[name].items()
+        return sum(value for key, value in series if labels.items() <= dict(key).items())
+
+
+def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> object:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def are_gone(processes: list[psutil.Process]) -> bool:
+    """Ended, or waiting as zombies for the init process of this container."""
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("serve") / "log.txt")
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill_all()
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def stream_of(client: openai.OpenAI, max_tokens: int):
+    return client.completions.create(
+        model=MODEL,
+        prompt="Once upon a time, in a small village by the sea, there lived",
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+
+
+def test_ready_line_and_models(server, client):
+    """The announced address answers, with the announced model."""
+    ready = [line for line in server.text().splitlines() if "vtoken-serve ready on" in line]
+    assert len(ready) == 1
+    assert MODEL in ready[0]
+    assert "mode lazy, policy streaming_llm" in ready[0]
+    assert f"curl {server.url}/v1/chat/completions" in server.text()
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert server.get("/health").status_code == 200
+
+
+def test_chat(client):
+    """A chat answer with usage and logprobs."""
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=24,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert "Paris" in (answer.choices[0].message.content or "")
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.content or []) == answer.usage.completion_tokens
+    assert len(logprobs.content[0].top_logprobs) == 2
+
+
+def test_streamed_chat_is_the_unstreamed_one(client):
+    """Chunks put together give the same text (both with a warm prefix cache: bf16 has ties)."""
+    request = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Name three colours."}],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    client.chat.completions.create(**request)
+    whole = client.chat.completions.create(**request).choices[0].message.content
+    chunks = list(client.chat.completions.create(**request, stream=True))
+    assert len(chunks) > 5
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
+
+
+def test_completions_and_tokenize(server, client):
+    """Both count the same tokens."""
+    answer = client.completions.create(model=MODEL, prompt="One, two, three,", max_tokens=5)
+    assert answer.usage.completion_tokens <= 5
+    body = {"model": MODEL, "prompt": "One, two, three,"}
+    tokens = httpx.post(server.url + "/tokenize", json=body, timeout=30).json()
+    assert tokens["count"] == answer.usage.prompt_tokens
+
+
+def test_tools_are_accepted(client):
+    """A required tool gives a call with JSON arguments (guided decoding)."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+                "required": ["unit"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "How warm is it, in celsius?"}],
+        tools=[tool],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        max_tokens=40,
+        temperature=0,
+    )
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert "celsius" in call.function.arguments
+
+
+def test_bad_requests_have_the_openai_error_body(client):
+    """The official client understands what is wrong."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_tokens=-1
+        )
+    assert caught.value.body["message"]
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="no-such-model", prompt="Hi")
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt="word " * 4000, max_tokens=1)
+
+
+def test_metrics_have_both_families(server):
+    """vLLM's and ours, on one page that the official parser reads, with the same labels."""
+    samples = server.metrics()
+    for spec in [*METRICS.values(), *SERVICE_METRICS]:
+        suffix = "_count" if spec.kind == "histogram" else ""
+        assert PREFIX + spec.name + suffix in samples
+    vllm_labels = dict(next(iter(samples["vllm:num_requests_running"])))
+    our_labels = dict(next(iter(samples["vtoken_waste_ratio"])))
+    assert our_labels == vllm_labels
+    assert our_labels["model_name"] == MODEL
+    assert server.total("vtoken_poll_failures_total") == 0
+
+
+def test_admin_is_guarded(server):
+    """401 apart from 422; nothing of it needs vLLM's own API key."""
+    for path in ("/admin/policy", "/admin/policies", "/admin/state"):
+        assert server.admin("GET", path, key=None).status_code == 401
+        refused = server.admin("GET", path, key="wrong")
+        assert refused.status_code == 401
+        assert "WWW-Authenticate" in refused.headers
+        assert server.admin("GET", path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"theta_f": 1.5}, "theta_f"),
+        ({"theta_f": "x"}, "theta_f"),
+        ({"policy": "no_such_policy"}, "policy"),
+        ({"policy": 5}, "policy"),
+        ({"policy_args": 5}, "policy_args"),
+        ({"budget_tokens": 1}, "budget_tokens"),
+        ({"mode": "naive"}, "mode"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+def test_bad_values_name_field_and_bound(server, changes, field):
+    """422, and the policy keeps its version."""
+    before = server.admin("GET", "/admin/policy")
+    refused = server.admin("PATCH", "/admin/policy", json=changes)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["error"]["field"] == field
+    assert refused.json()["error"]["bound"]
+    assert server.admin("GET", "/admin/policy").headers["ETag"] == before.headers["ETag"]
+
+
+def test_unreadable_bodies_are_refused(server):
+    """400, and a stale version 412."""
+    assert server.admin("PATCH", "/admin/policy", content=b"{").status_code == 400
+    stale = {"If-Match": '"12345"'}
+    assert server.admin("PATCH", "/admin/policy", json={}, headers=stale).status_code == 412
+
+
+def test_catalogue_names_the_policies(server):
+    """Each with the schema of its arguments."""
+    policies = server.admin("GET", "/admin/policies").json()["policies"]
+    assert {"none", "streaming_llm", "random"} <= {policy["name"] for policy in policies}
+    assert all("args_schema" in policy for policy in policies)
+
+
+def test_patch_changes_the_policy_of_a_running_stream(server, client):
+    """No chunk is lost, the new policy evicts the rest, and blocks are compacted."""
+    before = server.metrics()
+    etag = server.admin("GET", "/admin/policy").headers["ETag"]
+    stream = stream_of(client, max_tokens=700)
+    chunks = [next(stream) for _ in range(150)]
+    changed = server.admin(
+        "PATCH", "/admin/policy", json={"policy": "random"}, headers={"If-Match": etag}
+    )
+    assert changed.status_code == 200
+    assert changed.json()["document"]["policy"] == "random"
+    assert changed.headers["ETag"] != etag
+    state = server.admin("GET", "/admin/state").json()
+    assert [request["status"] for request in state["requests"]] == ["running"]
+    chunks += list(stream)
+    assert chunks[-1].usage.completion_tokens == 700
+    assert chunks[-2].choices[0].finish_reason == "length"
+    wait_for(lambda: server.total("vtoken_request_evicted_tokens_count") >= 1, 10)
+
+    for policy in ("streaming_llm", "random"):
+        assert server.total("vtoken_evicted_tokens_total", policy=policy) > 0
+    assert server.total("vtoken_relocations_total", outcome="committed") > 0
+    assert server.total("vtoken_relocated_bytes_total") > 0
+    assert server.total("vtoken_invariant_checks_total") > 0
+    assert server.total("vtoken_invariant_violations_total") == 0
+    after = server.metrics()
+    for spec in METRICS.values():
+        if spec.kind == "counter":
+            name = PREFIX + spec.name
+            assert all(after[name][labels] >= value for labels, value in before[name].items())
+    info = dict(next(iter(after["vtoken_policy_info"])))
+    assert info["policy"] == "random"
+    assert f'"{info["version"]}"' == changed.headers["ETag"]
+
+
+def test_all_blocks_are_free_afterwards(server):
+    """No request is left, and the pool is whole."""
+    state = server.admin("GET", "/admin/state").json()
+    assert state["requests"] == []
+    assert state["pool"]["free_blocks"] == state["pool"]["total_blocks"]
+    assert state["engine"]["running"] == state["engine"]["waiting"] == 0
+
+
+def test_dropped_client_frees_its_blocks(server, client):
+    """A stream that is closed half-way is aborted in the engine."""
+    stream = stream_of(client, max_tokens=1500)
+    for _ in range(120):
+        next(stream)
+    stream.close()
+
+    def is_free() -> bool:
+        pool = server.admin("GET", "/admin/state").json()["pool"]
+        return pool["free_blocks"] == pool["total_blocks"]
+
+    wait_for(is_free, 20)
+
+
+def test_killed_engine_ends_the_service(server, client):
+    """/health is not 200, the stream ends, the exit code is 1, and no process is left."""
+    processes = server.descendants()
+    stream = stream_of(client, max_tokens=1500)
+    next(stream)
+    ended = threading.Event()
+
+    def drain() -> None:
+        try:
+            for _ in stream:
+                pass
+        except (openai.OpenAIError, httpx.HTTPError):
+            pass
+        ended.set()
+
+    threading.Thread(target=drain, daemon=True).start()
+    server.find("EngineCore").send_signal(signal.SIGKILL)
+
+    def is_unhealthy() -> bool:
+        try:
+            return server.get("/health").status_code != 200
+        except httpx.TransportError:
+            return True
+
+    wait_for(is_unhealthy, 10)
+    assert ended.wait(20)
+    assert server.process.wait(timeout=30) == 1
+    assert "the engine died" in server.text()
+    wait_for(lambda: are_gone(processes), 20)
+
+
+@pytest.mark.parametrize("when", ["starting", "ready"])
+def test_sigterm_leaves_no_process(tmp_path, when):
+    """While the engine starts (exit code 143) and while it serves (0)."""
+    server = Server(tmp_path / "log.txt")
+    try:
+        if when == "ready":
+            server.wait_until_ready()
+        else:
+            wait_for(lambda: "Initializing a V1 LLM engine" in server.text())
+        processes = server.descendants()
+        assert processes
+        server.process.terminate()
+        assert server.process.wait(timeout=60) == (0 if when == "ready" else 143)
+        wait_for(lambda: are_gone(processes), 20)
+    finally:
+        server.kill_all()

@@ -1,0 +1,168 @@
+"""Imports go one way, and private names of vLLM stay in one place (STYLE, habit 3)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("vtoken", "service", "loadtest")
+INTEGRATION = "vtoken.integration"
+COMPAT = "vtoken.integration.vllm.compat"
+
+RANKS: dict[str, int] = {
+    "vtoken.types": 0,
+    "vtoken.errors": 0,
+    "vtoken.config": 1,
+    "vtoken.stats": 1,
+    "vtoken.observation": 2,
+    "vtoken.token_table": 2,
+    "vtoken.occupancy": 2,
+    "vtoken.ports": 2,
+    "vtoken.kv_view": 2,
+    "vtoken.policies": 3,
+    "vtoken.planner": 3,
+    "vtoken.request_kv": 3,
+    "vtoken.kv_pool": 3,
+    "vtoken.scores": 3,
+    "vtoken.signal_rows": 3,
+    "vtoken.eviction": 4,
+    "vtoken.reclamation": 4,
+    "vtoken.invariants": 4,
+    "vtoken.copy_engine": 4,
+    "vtoken.token_layer": 5,
+    INTEGRATION: 6,
+    "service": 7,
+}
+"""A module imports from lower ranks, and a folder within itself. A new module gets a rank here."""
+
+PLANNER_MAY_IMPORT = {"__future__", "collections", "dataclasses", "numpy", "typing"}
+
+
+def modules() -> list[str]:
+    """Dotted names of all modules of our packages."""
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(paths)]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def tree_of(module: str) -> ast.Module:
+    """Its syntax tree."""
+    path = ROOT / Path(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text())
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Dotted names that it imports anywhere, ``from a import b`` as ``a.b``."""
+    package = module if (ROOT / Path(*module.split("."))).is_dir() else module.rpartition(".")[0]
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+    """The entry of :data:`RANKS` that a dotted name belongs to."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if (room := ".".join(parts[:end])) in RANKS:
+            return room
+    return None
+
+
+def is_under(name: str, package: str) -> bool:
+    """Whether a dotted name is the package or lies in it."""
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_go_one_way(module: str) -> None:
+    """types, errors ← config, stats ← table ← policies, planner ← … ← integration ← service."""
+    if module == "vtoken" or is_under(module, "loadtest"):
+        return
+    room = room_of(module)
+    assert room is not None, f"{module} has no rank: add it to RANKS"
+    for name in imports_of(module):
+        if not any(is_under(name, package) for package in PACKAGES):
+            continue
+        used = room_of(name)
+        if used is None:  # `from vtoken import x`
+            assert is_under(name, "loadtest") is False, f"{module} imports {name}"
+            continue
+        assert used == room or RANKS[used] < RANKS[room], f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if is_under(m, "loadtest")])
+def test_loadtest_talks_http_only(module: str) -> None:
+    """The load test knows neither the engine nor the service."""
+    bad = [n for n in imports_of(module) if n.split(".")[0] in ("vtoken", "service", "vllm")]
+    assert not bad, f"{module} imports {bad}"
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if is_under(m, "vtoken")])
+def test_only_the_integration_imports_vllm(module: str) -> None:
+    """The core runs and is tested without vLLM."""
+    if not is_under(module, INTEGRATION):
+        assert not [n for n in imports_of(module) if is_under(n, "vllm")]
+
+
+def test_planner_is_pure() -> None:
+    """No torch, clock, logger or I/O: arrays in, arrays out."""
+    for name in imports_of("vtoken.planner"):
+        assert name.split(".")[0] in PLANNER_MAY_IMPORT or is_under(name, "vtoken.types"), name
+
+
+@pytest.mark.parametrize("module", ["vtoken.config", "vtoken.token_layer", "vtoken.policies.base"])
+def test_core_loads_without_torch(module: str) -> None:
+    """The bookkeeping needs numpy only."""
+    seen, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for used in imports_of(name):
+            assert used.split(".")[0] not in ("torch", "vllm"), f"{name} imports {used}"
+            todo += [m for m in (used, used.rpartition(".")[0]) if m in modules()]
+
+
+def private(name: str) -> bool:
+    """``_name``, but neither ``__dunder__`` nor ``_``."""
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def outside_compat(package: str) -> list[str]:
+    """Modules of a package that may not use private names of others."""
+    return [m for m in modules() if is_under(m, package) and not is_under(m, COMPAT)]
+
+
+@pytest.mark.parametrize("module", outside_compat(INTEGRATION))
+def test_private_names_of_vllm_appear_in_compat_only(module: str) -> None:
+    """No private import from vLLM and no private attribute of anything but ``self``/``cls``."""
+    bad = [
+        name
+        for name in imports_of(module)
+        if is_under(name, "vllm") and any(map(private, name.split(".")))
+    ]
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            bad += [] if own else [f"line {node.lineno}: {ast.unparse(node)}"]
+    assert not bad, f"{module}: {bad}"
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if not is_under(m, "service.settings")])
+def test_environment_is_read_in_settings_only(module: str) -> None:
+    """Configuration is passed in (habit 7); writing variables for child processes is allowed."""
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Attribute) and node.attr == "getenv":
+            pytest.fail(f"{module} line {node.lineno}: {ast.unparse(node)}")

@@ -1,0 +1,277 @@
+"""Observes attention in the worker (DESIGN §5): queries of sampled layers over live slots.
+
+Order within one step: ``update_rows`` after the slot rows were set, ``begin`` once the batch is
+known, then each sampled layer calls ``step.observe`` from its forward, and ``end`` accumulates.
+Without a policy that needs scores there are no buffers, and ``step`` is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vtoken.integration.vllm.messages import SignalReport, StepMessage
+from vtoken.integration.vllm.slot_rows import SlotRows
+from vtoken.kv_view import SlotGeometry, SplitKV
+from vtoken.observation import (
+    ATTENTION_SIGNALS,
+    KEY_NORM,
+    KEY_REDUNDANCY,
+    VALUE_KEY_RATIO,
+    ObservationSpec,
+    Observe,
+)
+from vtoken.scores import attention_mass, key_norms, key_redundancy, value_key_ratio
+from vtoken.signal_rows import SignalRows
+
+NUM_DEFAULT_LAYERS = 4
+
+_GATHER_BYTES = 64 * 2**20
+"""Most bytes that the gathered keys of one group of decodes may take, as float32."""
+
+
+class LayerObserver(Protocol):
+    """What an attention layer tells about its queries."""
+
+    def observe(
+        self,
+        layer_name: str,
+        query: torch.Tensor,
+        cache: SplitKV,
+        *,
+        scale: float,
+        soft_cap: float,
+    ) -> None:
+        """``query`` ``[num_tokens, num_heads, head_size]`` of this step; K is in the cache."""
+        ...  # pragma: no cover
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Up to four layers, evenly spread, without the ends: 30 layers give 3, 11, 18, 26."""
+    num = min(NUM_DEFAULT_LAYERS, num_layers)
+    return tuple((2 * i + 1) * num_layers // (2 * num) for i in range(num))
+
+
+class Observer:
+    """Signals of all requests of one worker.
+
+    Attributes:
+        step: where sampled layers report in this step; None if nothing is observed in it.
+    """
+
+    def __init__(self, rows: SlotRows, layers: Mapping[str, SplitKV]) -> None:
+        """Start without a specification: nothing is observed.
+
+        Args:
+            rows: the worker's slot rows.
+            layers: views of the cache by layer name, in the order of the model.
+        """
+        self.step: StepObserver | None = None
+        self._rows = rows
+        self._layers = layers
+        self._spec: ObservationSpec | None = None
+        self._signals = SignalRows(frozenset(), 0, 0)
+        self._sampled: dict[str, SplitKV] = {}
+
+    def update_rows(self, message: StepMessage, started: Iterable[str]) -> None:
+        """Follow the rows of the message: select what survived, clear what starts."""
+        if message.observation != self._spec:
+            self._configure(message.observation)
+        if not self._signals.signals:
+            return
+        for req_id in started:
+            self._signals.clear(self._row(req_id))
+        for req_id, columns in message.kept.items():
+            assert len(columns) == len(message.rows[req_id]), f"columns of {req_id} do not fit"
+            self._signals.keep(self._row(req_id), columns)
+
+    def begin(
+        self, observe: Mapping[str, Observe], req_ids: Sequence[str], num_new: NDArray[np.int32]
+    ) -> None:
+        """Prepare the step's observations; the new tokens are in the rows already.
+
+        Args:
+            observe: what to observe.
+            req_ids, num_new: the batch, ``[num_reqs]``.
+        """
+        self.step = None
+        if not observe or not self._signals.signals:
+            return
+        places = [i for i, req_id in enumerate(req_ids) if req_id in observe]
+        chosen = [req_ids[i] for i in places]
+        ends = np.cumsum(num_new)[places]
+        rows = self._rows.rows(chosen)
+        requests = _Requests(
+            rows=rows,
+            lens=self._rows.lens(rows),
+            ends=ends.astype(np.int64),
+            num_queries=np.array([observe[r].num_queries for r in chosen], np.int64),
+            in_prefill=np.array([observe[r].in_prefill for r in chosen], np.bool_),
+        )
+        geometry = next(iter(self._sampled.values())).geometry
+        groups = [
+            make_group(geometry, self._rows.table, part) for part in _parts(requests, geometry)
+        ]
+        self.step = StepObserver(frozenset(self._sampled), groups)
+
+    def end(self, wanted: Iterable[str]) -> dict[str, SignalReport]:
+        """After the forward: accumulate what was observed, and read out what is wanted."""
+        step, self.step = self.step, None
+        if step is not None:
+            for group in step.groups:
+                mean = group.mass / len(self._sampled)
+                self._signals.add(group.rows, mean, group.lens, group.in_prefill)
+        return {req_id: self._report(req_id) for req_id in wanted} if self._spec else {}
+
+    def _configure(self, spec: ObservationSpec | None) -> None:
+        """Keep buffers for these signals only; what was accumulated before is gone."""
+        self._spec = spec
+        signals = frozenset() if spec is None else spec.signals
+        shape = self._rows.table.shape if signals & ATTENTION_SIGNALS else (0, 0)
+        self._signals = SignalRows(signals, *shape)
+        names = list(self._layers)
+        layers = (spec and spec.layers) or default_layers(len(names))
+        self._sampled = {names[i]: self._layers[names[i]] for i in layers}
+
+    def _row(self, req_id: str) -> int:
+        return int(self._rows.rows([req_id])[0])
+
+    def _report(self, req_id: str) -> SignalReport:
+        assert self._spec is not None
+        row = self._row(req_id)
+        length = int(self._rows.lens(np.array([row]))[0])
+        values = dict(self._signals.read(row, length)) if self._signals.signals else {}
+        values |= self._cache_signals(req_id)
+        observed = self._signals.observed(row) if self._signals.signals else length
+        return SignalReport(observed, values)
+
+    def _cache_signals(self, req_id: str) -> dict[str, NDArray[Any]]:
+        """Signals that need nothing but K and V: mean over sampled layers."""
+        assert self._spec is not None
+        names = self._spec.signals - ATTENTION_SIGNALS
+        if not names:
+            return {}
+        totals = dict.fromkeys(names, torch.zeros(()))
+        slots = torch.from_numpy(self._rows.canonical(req_id).astype(np.int64))
+        for view in self._sampled.values():
+            size = view.geometry.block_size
+            heads = view.geometry.key_rows(slots).view(len(slots), -1).T
+            key, value = view.rows[heads], view.rows[heads + size]
+            for name in names:
+                totals[name] = totals[name] + _cache_signal(name, key, value)
+        return {name: (total / len(self._sampled)).numpy() for name, total in totals.items()}
+
+
+def _cache_signal(name: str, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if name == KEY_NORM:
+        return key_norms(key)
+    if name == KEY_REDUNDANCY:
+        return key_redundancy(key)
+    assert name == VALUE_KEY_RATIO, name
+    return value_key_ratio(key, value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Requests:
+    """Observed requests of one step: slot row, live tokens, end of its queries in the batch."""
+
+    rows: NDArray[np.int64]
+    lens: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    num_queries: NDArray[np.int64]
+    in_prefill: NDArray[np.bool_]
+
+    def take(self, index: NDArray[np.int64]) -> _Requests:
+        """Some of them."""
+        return _Requests(*(array[index] for array in vars(self).values()))
+
+
+def _parts(requests: _Requests, geometry: SlotGeometry) -> list[_Requests]:
+    """Single queries together, as far as their padded keys fit; longer windows one by one."""
+    single = np.flatnonzero(requests.num_queries == 1)
+    parts = [requests.take(np.array([i])) for i in np.flatnonzero(requests.num_queries > 1)]
+    if len(single):
+        per_token = geometry.num_kv_heads * geometry.head_size * 4
+        width = int(requests.lens[single].max())
+        step = max(1, _GATHER_BYTES // (width * per_token))
+        parts += [requests.take(single[i : i + step]) for i in range(0, len(single), step)]
+    return parts
+
+
+@dataclass(frozen=True, eq=False)
+class QueryGroup:
+    """Requests with equally many observed queries, padded to the longest.
+
+    Attributes:
+        rows: int64 ``[n]`` slot rows.
+        queries: int64 ``[n * q]`` places among the step's tokens.
+        lens: int64 ``[n, q]`` live tokens that each query reads.
+        key_rows: int64 ``[n * num_kv_heads * width]`` rows of the cache's ``[rows, D]`` view.
+        in_prefill: bool ``[n]``.
+        mass: float32 ``[n, q, width]``, summed over the sampled layers; written by them.
+    """
+
+    rows: torch.Tensor
+    queries: torch.Tensor
+    lens: torch.Tensor
+    key_rows: torch.Tensor
+    in_prefill: torch.Tensor
+    mass: torch.Tensor
+
+
+def make_group(geometry: SlotGeometry, table: torch.Tensor, requests: _Requests) -> QueryGroup:
+    """Index tensors of one group, shared by all sampled layers."""
+    num_queries, width = int(requests.num_queries[0]), int(requests.lens.max())
+    back = np.arange(num_queries)[::-1]  # query j comes before so many of its request
+    lens = torch.from_numpy(requests.lens[:, None] - back)
+    rows = torch.from_numpy(requests.rows)
+    slots = table[rows, :width]
+    # Behind a row's end lies stale memory, perhaps NaN: read its first slot there instead.
+    slots = torch.where(torch.arange(width) < lens[:, -1:], slots, slots[:, :1]).long()
+    heads = torch.arange(geometry.num_kv_heads) * (2 * geometry.block_size)
+    return QueryGroup(
+        rows=rows,
+        queries=torch.from_numpy((requests.ends[:, None] - 1 - back).reshape(-1)),
+        lens=lens,
+        key_rows=(slots[:, None, :] + heads[:, None]).reshape(-1),
+        in_prefill=torch.from_numpy(requests.in_prefill),
+        mass=torch.zeros(len(rows), num_queries, width),
+    )
+
+
+class StepObserver:
+    """Takes the queries of the sampled layers in one step."""
+
+    def __init__(self, layers: frozenset[str], groups: Sequence[QueryGroup]) -> None:
+        self.groups = groups
+        self._layers = layers
+
+    def observe(
+        self,
+        layer_name: str,
+        query: torch.Tensor,
+        cache: SplitKV,
+        *,
+        scale: float,
+        soft_cap: float,
+    ) -> None:
+        """See :meth:`LayerObserver.observe`; layers that are not sampled are ignored."""
+        if layer_name not in self._layers:
+            return
+        geometry = cache.geometry
+        for group in self.groups:
+            n, num_queries, width = group.mass.shape
+            key = cache.rows.index_select(0, group.key_rows)
+            mass = attention_mass(
+                query.index_select(0, group.queries).view(n, num_queries, -1, geometry.head_size),
+                key.view(n, geometry.num_kv_heads, width, geometry.head_size),
+                group.lens,
+                scale=scale,
+                soft_cap=soft_cap,
+            )
+            group.mass.add_(mass)

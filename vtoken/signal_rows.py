@@ -1,0 +1,116 @@
+"""Accumulators of attention signals, aligned with the worker's rows of live tokens.
+
+Column ``c`` of a row belongs to the ``c``-th live token of the request in that row, as in the
+table of slots. So one step adds to a contiguous range, a relocation changes nothing, and an
+eviction is the same selection of columns that it is for the slots::
+
+    slots      k₀ k₁ k₂ k₃ … k_len   | stale
+    signal     s₀ s₁ s₂ 0  … 0       | 0          observed = 3: later tokens were not seen yet
+
+Columns from ``observed`` on are zero, always: appended tokens start at zero without a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vtoken.observation import (
+    ATTENTION_HISTORY,
+    ATTENTION_LAST,
+    ATTENTION_PREFILL,
+    ATTENTION_SIGNALS,
+    ATTENTION_SUM,
+)
+
+
+class SignalRows:
+    """One ``[num_rows, width]`` tensor per attention signal; all start at zero.
+
+    Attributes:
+        signals: names of the signals kept.
+    """
+
+    def __init__(self, signals: frozenset[str], num_rows: int, width: int) -> None:
+        self.signals = signals & ATTENTION_SIGNALS
+        self._buffers = {
+            # zeros, not empty: pages that no request reaches are never touched
+            name: torch.zeros(num_rows, width, dtype=_dtype(name))
+            for name in sorted(self.signals)
+        }
+        self._observed = np.zeros(num_rows, np.int64)
+
+    def clear(self, row: int) -> None:
+        """A request starts in this row: forget what was observed there."""
+        end = int(self._observed[row])
+        for buffer in self._buffers.values():
+            buffer[row, :end] = 0
+        self._observed[row] = 0
+
+    def keep(self, row: int, columns: NDArray[np.int32]) -> None:
+        """Keep these columns of a row, in order, and drop the others (an eviction).
+
+        Args:
+            row: to change.
+            columns: ascending.
+        """
+        end = int(self._observed[row])
+        num_kept = int(np.searchsorted(columns, end))
+        index = torch.from_numpy(columns[:num_kept].astype(np.int64))
+        for buffer in self._buffers.values():
+            buffer[row, :num_kept] = buffer[row].index_select(0, index)
+            buffer[row, num_kept:end] = 0
+        self._observed[row] = num_kept
+
+    def add(
+        self,
+        rows: torch.Tensor,
+        mass: torch.Tensor,
+        lens: torch.Tensor,
+        in_prefill: torch.Tensor,
+    ) -> None:
+        """Account for observed queries.
+
+        Args:
+            rows: int64 ``[n]``, distinct.
+            mass: float32 ``[n, q, width]``, 0 from ``lens`` on.
+            lens: int64 ``[n, q]``: live tokens that each query read, ascending in ``q``.
+            in_prefill: bool ``[n]``.
+        """
+        for name, buffer in self._buffers.items():
+            part = buffer[:, : mass.shape[2]]
+            if name == ATTENTION_SUM:
+                part.index_add_(0, rows, mass.sum(1))
+            elif name == ATTENTION_LAST:
+                part.index_copy_(0, rows, mass[:, -1])
+            elif name == ATTENTION_PREFILL:
+                part.index_add_(0, rows, mass.sum(1) * in_prefill[:, None])
+            else:
+                part.index_copy_(0, rows, _shifted(part.index_select(0, rows), mass, lens))
+        self._observed[rows.numpy()] = lens[:, -1].numpy()
+
+    def observed(self, row: int) -> int:
+        """How many leading columns an observed query has seen."""
+        return int(self._observed[row])
+
+    def read(self, row: int, length: int) -> Mapping[str, NDArray[Any]]:
+        """Every signal of the first ``length`` columns; copies."""
+        found = {name: b[row, :length].numpy().copy() for name, b in self._buffers.items()}
+        if ATTENTION_HISTORY in found:
+            found[ATTENTION_HISTORY] = found[ATTENTION_HISTORY].view(np.uint64)
+        return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.int64 if name == ATTENTION_HISTORY else torch.float32
+
+
+def _shifted(history: torch.Tensor, mass: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+    """History bits ``[n, width]`` with one more bit per query: mass above ``1 / lens``."""
+    for j in range(mass.shape[1]):
+        history = (history << 1) | (mass[:, j] > 1.0 / lens[:, j, None])
+    return history
