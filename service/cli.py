@@ -30,6 +30,7 @@ EXIT_USAGE = 2
 
 USAGE = """\
 usage: vtoken-serve serve [MODEL] [--vtoken-* flags] [flags of vllm serve]
+       vtoken-serve size [--help]
        vtoken-serve --version
        vtoken-serve serve --help
 """
@@ -81,6 +82,10 @@ def _dispatch(argv: list[str]) -> int:
         print(_SERVE_HELP.format(flags=describe_flags()), end="")
     elif command == "serve":
         return _serve(rest)
+    elif command == "size":
+        from service import size
+
+        return size.main(rest)
     else:
         problem = f"unknown command {command!r}" if command else "a command is missing"
         raise UsageError(f"{problem}; try vtoken-serve serve, or vtoken-serve --help")

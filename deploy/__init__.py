@@ -1,0 +1,1 @@
+"""Everything to run the service elsewhere: Helm chart, dashboards."""

@@ -1,0 +1,1 @@
+"""Grafana dashboards of vtoken-serve, generated from plain Python: see ``build.py``."""

@@ -1,0 +1,214 @@
+"""Overview: is the service well, how much does it serve, how fast, how full is the KV cache."""
+
+from __future__ import annotations
+
+from deploy.grafana.model import Dashboard, Panel, Query, Row
+from deploy.grafana.queries import mean, quantile, quantiles, rate, total
+
+_BAD = 'finished_reason=~"abort|error"'
+
+
+def _tile(
+    title: str, description: str, expr: str, unit: str, *thresholds: tuple[float, str]
+) -> Panel:
+    query = (Query(expr, title),)
+    return Panel(title, description, query, unit, "stat", 4, 4, thresholds)
+
+
+_SLO = Row(
+    "Service levels",
+    (
+        _tile(
+            "Time to first token, p99",
+            "99th percentile over the dashboard's rate window.",
+            quantile("vllm:time_to_first_token_seconds", 0.99),
+            "s",
+            (1, "yellow"),
+            (5, "red"),
+        ),
+        _tile(
+            "Between tokens, p99",
+            "99th percentile of the time between two tokens of a stream.",
+            quantile("vllm:inter_token_latency_seconds", 0.99),
+            "s",
+            (0.1, "yellow"),
+            (0.5, "red"),
+        ),
+        _tile(
+            "Requests not finished well",
+            "Share of ended requests that ended by abort or error.",
+            f"({rate('vllm:request_success_total', '', _BAD)} or vector(0))"
+            f" / {rate('vllm:request_success_total')}",
+            "percentunit",
+            (0.01, "yellow"),
+            (0.05, "red"),
+        ),
+        _tile(
+            "Waiting requests",
+            "Requests in the queue, over all instances.",
+            total("vllm:num_requests_waiting"),
+            "short",
+            (1, "yellow"),
+            (16, "red"),
+        ),
+        _tile(
+            "KV cache in use",
+            "Fullest instance.",
+            "max(vllm:kv_cache_usage_perc{$S})",
+            "percentunit",
+            (0.8, "yellow"),
+            (0.95, "red"),
+        ),
+        _tile(
+            "Statistics' age",
+            "Age of the token layer's statistics; grows while the engine does not answer.",
+            "max(vtoken_snapshot_age_seconds{$S})",
+            "s",
+            (10, "yellow"),
+            (60, "red"),
+        ),
+    ),
+)
+
+_THROUGHPUT = Row(
+    "Throughput",
+    (
+        Panel(
+            "Tokens per second",
+            "Prompt tokens processed and tokens generated.",
+            (
+                Query(rate("vllm:prompt_tokens_total"), "prompt"),
+                Query(rate("vllm:generation_tokens_total"), "generated"),
+            ),
+        ),
+        Panel(
+            "Requests",
+            "Requests in the batch, and those in the queue.",
+            (
+                Query(total("vllm:num_requests_running"), "running"),
+                Query(total("vllm:num_requests_waiting"), "waiting"),
+            ),
+        ),
+        Panel(
+            "Ended requests per second",
+            "By the reason why they ended.",
+            (Query(rate("vllm:request_success_total", "finished_reason"), "{{finished_reason}}"),),
+            unit="reqps",
+            is_stacked=True,
+        ),
+        Panel(
+            "Preemptions per second",
+            "Requests thrown out of the batch for want of blocks, to be computed again: all of "
+            "vLLM's, those under the token layer, and those that a relocation avoided.",
+            (
+                Query(rate("vllm:num_preemptions_total"), "all"),
+                Query(rate("vtoken_preemptions_total"), "under the token layer"),
+                Query(rate("vtoken_preemptions_avoided_total"), "avoided by relocation"),
+            ),
+        ),
+    ),
+)
+
+_LATENCY = Row(
+    "Latency",
+    (
+        Panel(
+            "Time to first token",
+            "From arrival to the first token.",
+            quantiles("vllm:time_to_first_token_seconds", 0.5, 0.95, 0.99),
+            unit="s",
+        ),
+        Panel(
+            "Time between tokens",
+            "Between two tokens of a stream.",
+            quantiles("vllm:inter_token_latency_seconds", 0.5, 0.95, 0.99),
+            unit="s",
+        ),
+        Panel(
+            "Request latency",
+            "From arrival to the last token.",
+            quantiles("vllm:e2e_request_latency_seconds", 0.5, 0.95, 0.99),
+            unit="s",
+        ),
+        Panel(
+            "Mean time by phase",
+            "Where a request spends its time.",
+            (
+                Query(mean("vllm:request_queue_time_seconds"), "queue"),
+                Query(mean("vllm:request_prefill_time_seconds"), "prefill"),
+                Query(mean("vllm:request_decode_time_seconds"), "decode"),
+            ),
+            unit="s",
+            is_stacked=True,
+        ),
+    ),
+)
+
+_KV = Row(
+    "KV cache",
+    (
+        Panel(
+            "Pool in use",
+            "Share of the KV blocks in use, by instance.",
+            (Query("vllm:kv_cache_usage_perc{$S}", "{{instance}}"),),
+            unit="percentunit",
+            maximum=1,
+            thresholds=((0.95, "red"),),
+        ),
+        Panel(
+            "Prefix cache",
+            "Share of looked-up prompt tokens that were found.",
+            (
+                Query(
+                    f"{rate('vllm:prefix_cache_hits_total')}"
+                    f" / {rate('vllm:prefix_cache_queries_total')}",
+                    "hits",
+                ),
+            ),
+            unit="percentunit",
+            maximum=1,
+        ),
+        Panel(
+            "Tokens of running requests",
+            "Live tokens are read by attention, dead ones were evicted.",
+            (
+                Query(total("vtoken_live_tokens"), "live"),
+                Query(total("vtoken_dead_tokens"), "dead"),
+            ),
+            is_stacked=True,
+        ),
+        Panel(
+            "Token layer overhead",
+            "Mean time that the token layer adds to one engine step, without copies.",
+            (
+                Query(mean("vtoken_scheduler_overhead_seconds"), "scheduler"),
+                Query(mean("vtoken_worker_overhead_seconds"), "worker"),
+            ),
+            unit="s",
+            is_stacked=True,
+        ),
+        Panel(
+            "Failed readings of the engine",
+            "Readings of the engine's statistics that failed, per second.",
+            (Query(rate("vtoken_poll_failures_total"), "failed"),),
+        ),
+        Panel(
+            "Online checks",
+            "Invariant checks and violations per second; any violation is an incident.",
+            (
+                Query(rate("vtoken_invariant_checks_total", "invariant"), "{{invariant}} checks"),
+                Query(
+                    rate("vtoken_invariant_violations_total", "invariant"),
+                    "{{invariant}} violations",
+                ),
+            ),
+        ),
+    ),
+)
+
+OVERVIEW = Dashboard(
+    "vtoken-overview",
+    "vtoken-serve / Overview",
+    "Service levels, throughput, latency and KV cache of vtoken-serve.",
+    (_SLO, _THROUGHPUT, _LATENCY, _KV),
+)

@@ -1,0 +1,39 @@
+"""The shapes of query that the dashboards share."""
+
+from __future__ import annotations
+
+from deploy.grafana.model import Query
+
+WINDOW = "[$__rate_interval]"
+
+
+def rate(counter: str, by: str = "", matchers: str = "") -> str:
+    """Events per second, summed over instances, by one label if named."""
+    grouping = f" by ({by})" if by else ""
+    extra = f",{matchers}" if matchers else ""
+    return f"sum{grouping} (rate({counter}{{$S{extra}}}{WINDOW}))"
+
+
+def total(gauge: str) -> str:
+    """A gauge, summed over instances."""
+    return f"sum({gauge}{{$S}})"
+
+
+def quantiles(histogram: str, *ranks: float) -> tuple[Query, ...]:
+    """Quantiles of a histogram over all instances."""
+    return tuple(Query(quantile(histogram, rank), f"p{rank * 100:g}") for rank in ranks)
+
+
+def quantile(histogram: str, rank: float) -> str:
+    """One quantile of a histogram over all instances."""
+    return f"histogram_quantile({rank:g}, {rate(histogram + '_bucket', 'le')})"
+
+
+def mean(histogram: str) -> str:
+    """The mean of a histogram's observations over all instances."""
+    return f"{rate(histogram + '_sum')} / {rate(histogram + '_count')}"
+
+
+def buckets(histogram: str) -> tuple[Query, ...]:
+    """Observations per bucket, for a heatmap."""
+    return (Query(f"sum by (le) (increase({histogram}_bucket{{$S}}{WINDOW}))", "{{le}}"),)

@@ -1,0 +1,101 @@
+"""What ``helm test`` runs: one chat, the metrics, and a policy change that is put back.
+
+    python3 smoke.py http://service:80
+
+Standard library only. Reads SMOKE_API_KEY, SMOKE_ADMIN_KEYS (one per line), SMOKE_MODE and
+SMOKE_TIMEOUT_SECONDS. Exit code 1 with one sentence if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+TIMEOUT_SECONDS = float(os.environ.get("SMOKE_TIMEOUT_SECONDS", "120"))
+
+
+class SmokeError(Exception):
+    """The service did not answer as it should."""
+
+
+def call(
+    method: str, url: str, key: str, body: object = None, headers: Mapping[str, str] | None = None
+) -> str:
+    """The text of a successful answer.
+
+    Raises:
+        SmokeError: the service cannot be reached or refuses.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, method=method, headers=dict(headers or {}))
+    request.add_header("Content-Type", "application/json")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")[:500]
+        raise SmokeError(f"{method} {url} answered {error.code}: {text}") from error
+    except OSError as error:
+        raise SmokeError(f"{method} {url} failed: {error}") from error
+
+
+def check_chat(base: str, key: str) -> None:
+    """The served model answers a chat with at least one token."""
+    model = json.loads(call("GET", f"{base}/v1/models", key))["data"][0]["id"]
+    message = {"role": "user", "content": "Say hello."}
+    body = {"model": model, "messages": [message], "max_tokens": 8}
+    reply = json.loads(call("POST", f"{base}/v1/chat/completions", key, body))
+    num_tokens = reply["usage"]["completion_tokens"]
+    if num_tokens < 1:
+        raise SmokeError(f"the chat brought no token: {reply}")
+    print(f"chat: {model} answered with {num_tokens} tokens")
+
+
+def check_metrics(base: str) -> None:
+    """vLLM's metrics and ours are on one page."""
+    text = call("GET", f"{base}/metrics", "")
+    for name in ("vllm:num_requests_running", "vtoken_policy_info"):
+        if f"\n{name}{{" not in text:
+            raise SmokeError(f"/metrics has no {name}")
+    print("metrics: vllm:* and vtoken_* are there")
+
+
+def check_policy(base: str, key: str) -> None:
+    """A policy change gets a new version, and the old value comes back."""
+    url = f"{base}/admin/policy"
+    before: dict[str, Any] = json.loads(call("GET", url, key))
+    old = before["document"]["theta_f"]
+    new = 0.5 if old != 0.5 else 0.4
+    changed = json.loads(call("PATCH", url, key, {"theta_f": new}))
+    call("PATCH", url, key, {"theta_f": old}, {"If-Match": f'"{changed["version"]}"'})
+    if changed["version"] == before["version"] or changed["document"]["theta_f"] != new:
+        raise SmokeError(f"the policy did not change: {changed}")
+    print(f"policy: theta_f {old} -> {new} -> {old}")
+
+
+def main() -> int:
+    """Run the checks; returns the exit code."""
+    base = sys.argv[1].rstrip("/")
+    admin_keys = os.environ.get("SMOKE_ADMIN_KEYS", "").split()
+    try:
+        check_chat(base, os.environ.get("SMOKE_API_KEY", ""))
+        check_metrics(base)
+        if admin_keys and os.environ.get("SMOKE_MODE") != "off":
+            check_policy(base, admin_keys[0])
+        else:
+            print("policy: not checked (mode off, or no admin key)")
+    except SmokeError as error:
+        print(f"smoke: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

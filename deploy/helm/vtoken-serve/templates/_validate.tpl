@@ -1,0 +1,75 @@
+{{/* What a schema cannot say. Every sentence names the value to change. */}}
+{{- define "vtoken.validate" -}}
+{{- include "vtoken.validateToken" . -}}
+{{- include "vtoken.validateWorkload" . -}}
+{{- include "vtoken.validateNetwork" . -}}
+{{- end -}}
+
+{{- define "vtoken.validateToken" -}}
+{{- $v := .Values.vtoken -}}
+{{- if and (not (kindIs "invalid" $v.keepRatio)) (not (kindIs "invalid" $v.budgetTokens)) -}}
+{{- fail "vtoken.keepRatio and vtoken.budgetTokens exclude each other: set one to null" -}}
+{{- end -}}
+{{- $protected := add (int64 $v.sinkTokens) (int64 $v.recentTokens) -}}
+{{- if and (not (kindIs "invalid" $v.budgetTokens)) (le (int64 $v.budgetTokens) $protected) -}}
+{{- fail (printf "vtoken.budgetTokens=%d must be above sinkTokens + recentTokens = %d" (int64 $v.budgetTokens) $protected) -}}
+{{- end -}}
+{{- if and (gt (int .Values.gpu.count) 0) (ne $v.mode "off") -}}
+{{- fail (printf "vtoken.mode=%s with gpu.count=%d: the token layer runs on the CPU engine only so far; set vtoken.mode=off (stock vLLM)" $v.mode (int .Values.gpu.count)) -}}
+{{- end -}}
+{{- range $flag := list "--host" "--port" "--shutdown-timeout" "--uds" -}}
+{{- range $.Values.vllm.extraArgs -}}
+{{- if eq $flag (first (splitList "=" .)) -}}
+{{- fail (printf "vllm.extraArgs has %s, which the chart sets itself" $flag) -}}
+{{- end -}}
+{{- if eq "--api-key" (first (splitList "=" .)) -}}
+{{- fail "vllm.extraArgs has --api-key, which everybody could read: use auth.apiKey" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "vtoken.validateWorkload" -}}
+{{- $needed := int64 (include "vtoken.neededGraceSeconds" .) -}}
+{{- $grace := int64 (include "vtoken.graceSeconds" .) -}}
+{{- if lt $grace $needed -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d is less than shutdown.preStopSeconds + drainSeconds + marginSeconds = %d: streams would be cut; raise it or leave it null" $grace $needed) -}}
+{{- end -}}
+{{- $parallel := int (default 0 .Values.vllm.tensorParallelSize) -}}
+{{- if and (gt (int .Values.gpu.count) 0) (gt $parallel (int .Values.gpu.count)) -}}
+{{- fail (printf "vllm.tensorParallelSize=%d needs as many GPUs, gpu.count is %d" $parallel (int .Values.gpu.count)) -}}
+{{- end -}}
+{{- $cache := .Values.modelCache -}}
+{{- if and (eq $cache.type "existingClaim") (not $cache.existingClaim) -}}
+{{- fail "modelCache.type=existingClaim needs the claim's name in modelCache.existingClaim" -}}
+{{- end -}}
+{{- $scales := ne .Values.autoscaling.kind "none" -}}
+{{- $pods := $scales | ternary (int .Values.autoscaling.maxReplicas) (int .Values.replicas) -}}
+{{- $shared := or (has "ReadWriteMany" $cache.accessModes) (has "ReadOnlyMany" $cache.accessModes) -}}
+{{- if and (eq $cache.type "pvc") (gt $pods 1) (not $shared) -}}
+{{- fail (printf "%d pods cannot share one claim with accessModes %s: use ReadWriteMany, or modelCache.type=perReplica" $pods (join "," $cache.accessModes)) -}}
+{{- end -}}
+{{- if and $scales (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
+{{- fail (printf "autoscaling.minReplicas=%d is above maxReplicas=%d" (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
+{{- end -}}
+{{- if and (eq .Values.autoscaling.kind "keda") (not .Values.autoscaling.keda.serverAddress) -}}
+{{- fail "autoscaling.kind=keda needs autoscaling.keda.serverAddress, the address of Prometheus" -}}
+{{- end -}}
+{{- with .Values.podDisruptionBudget -}}
+{{- if and .enabled (not (kindIs "invalid" .minAvailable)) (not (kindIs "invalid" .maxUnavailable)) -}}
+{{- fail "podDisruptionBudget.minAvailable and maxUnavailable exclude each other: set one to null" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.strategy.type "RollingUpdate") (eq (toString .Values.strategy.maxSurge) "0") (eq (toString .Values.strategy.maxUnavailable) "0") -}}
+{{- fail "strategy.maxSurge and maxUnavailable are both 0: a rolling update could never begin" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "vtoken.validateNetwork" -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
+{{- fail "ingress.enabled needs at least one entry in ingress.hosts" -}}
+{{- end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.enabled needs a gateway in httpRoute.parentRefs" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,118 @@
+"""The CPU preset as a running pod with a real Prometheus beside it, under a bounded load."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.helm import Helm, find
+from tests.deploy.load import Stream
+from tests.deploy.pod import Pod, free_port
+from tests.deploy.prometheus import Prometheus
+
+API_KEY, ADMIN_KEY = "live-api-key", "live-admin-key"
+LOAD_SECONDS = 45
+VALUES: dict[str, Any] = {
+    "vtoken": {
+        "policy": "random",
+        "budgetTokens": 64,
+        "recentTokens": 16,
+        "thetaF": 0.05,
+        "lowWatermarkRatio": 1.0,
+        "headroomBlocks": 16,
+        "verify": "sampled",
+    },
+    "server": {"metricsPollSeconds": 0.2},
+    "vllm": {"kvCacheMemoryBytes": 40_000_000, "maxModelLen": 1024, "maxNumSeqs": 8},
+    "auth": {
+        "apiKey": {"value": API_KEY},
+        "adminKeys": {"value": f"# named for the audit\n{ADMIN_KEY}\n"},
+    },
+    "shutdown": {"preStopSeconds": 1, "drainSeconds": 90},
+    "probes": {"startup": {"periodSeconds": 1, "failureThreshold": 400}},
+    "prometheusRule": {"enabled": True},
+}
+GRAFANA = {
+    "$__rate_interval": "10s",
+    "$__range": "1m",
+    "$compare": "5s",
+    "$model": ".*",
+    "$instance": ".*",
+    "offset 1m": "offset 2s",
+}
+
+
+@dataclass
+class Live:
+    """The running service, the Prometheus that scrapes it, and the time of the load."""
+
+    pod: Pod
+    prometheus: Prometheus
+    objects: list[dict[str, Any]]
+    start: float = 0
+    end: float = 0
+
+
+@contextmanager
+def running(helm: Helm, prometheus_binary: Path, folder: Path) -> Iterator[Live]:
+    """Start the pod and Prometheus, send the load, change the policy in its middle."""
+    for name in ("pod", "prometheus"):
+        (folder / name).mkdir()
+    objects = helm.template(VALUES, ["values-cpu.yaml"])
+    pod = Pod(objects, folder / "pod")
+    prometheus = Prometheus(
+        prometheus_binary,
+        folder / "prometheus",
+        port=free_port(),
+        target=f"127.0.0.1:{pod.port}",
+        labels={"namespace": "llm", "pod": "demo-vtoken-serve-0"},
+        groups=find(objects, "PrometheusRule")["spec"]["groups"],
+    )
+    try:
+        assert not pod.probe("startup"), "loading a model takes longer than this"
+        prometheus.wait_until_ready()
+        pod.wait_until_started()
+        state = Live(pod, prometheus, objects, start=time.time())
+        send_load(pod)
+        state.end = time.time()
+        yield state
+    finally:
+        pod.kill()
+        prometheus.stop()
+
+
+def send_load(pod: Pod) -> None:
+    """Conversations of several lengths for a bounded time, with one policy change."""
+    deadline = time.monotonic() + LOAD_SECONDS
+    is_changed = False
+    while time.monotonic() < deadline:
+        streams = [Stream(pod.url, API_KEY, 40 + 60 * n, 120 + 20 * n) for n in range(10)]
+        for thread in [stream.start() for stream in streams]:
+            thread.join(timeout=300)
+        assert all(stream.is_whole for stream in streams), [s.error for s in streams]
+        if not is_changed:
+            patch(pod, {"theta_f": 0.1})
+            is_changed = True
+
+
+def patch(pod: Pod, changes: dict[str, Any]) -> None:
+    """PATCH /admin/policy."""
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    data = json.dumps(changes).encode()
+    request = urllib.request.Request(
+        f"{pod.url}/admin/policy", data=data, headers=headers, method="PATCH"
+    )
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+def filled(expr: str) -> str:
+    """The expression with Grafana's variables replaced for a short run."""
+    for variable, value in GRAFANA.items():
+        expr = expr.replace(variable, value)
+    return expr
