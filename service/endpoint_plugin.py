@@ -14,12 +14,14 @@ from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
+from starlette.middleware import Middleware
 
 from service import admin, metrics
 from service.auth import AdminGuard
 from service.engine_link import EngineLink
 from service.poller import MetricsPoller
 from service.ready import announce_when_ready
+from service.request_control import RequestControl
 from service.settings import ServiceSettings, load_service_settings
 from vtoken.config import VTokenConfig
 
@@ -48,8 +50,10 @@ class VTokenEndpointPlugin:
         self._guard = AdminGuard(settings.admin_keys())
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the admin routes; mutates ``app``."""
+        """Add the admin routes and the per-request control; mutates ``app``."""
         admin.attach(app)
+        # Innermost: behind vLLM's API key, and inside its request metrics.
+        app.user_middleware.append(Middleware(RequestControl))
 
     async def init_state(self, engine_client: Any | None, state: Any, args: Namespace) -> None:
         """Connect routes and metrics with the engine and start the background tasks.
@@ -58,7 +62,7 @@ class VTokenEndpointPlugin:
         admin routes answer 409 and there is nothing to measure.
         """
         config = engine_config(engine_client)
-        state.vtoken = ServiceState(self._make_link(engine_client, config.mode), self._guard)
+        state.vtoken = ServiceState(self._make_link(engine_client, config), self._guard)
         if engine_client is None:
             return
         model = str(engine_client.vllm_config.model_config.served_model_name)
@@ -70,13 +74,14 @@ class VTokenEndpointPlugin:
             state.vtoken.start(poller.run())
         state.vtoken.start(announce_when_ready(state, args, model, _in_words(config)))
 
-    def _make_link(self, engine_client: Any | None, mode: str) -> EngineLink:
+    def _make_link(self, engine_client: Any | None, config: VTokenConfig) -> EngineLink:
         timeout = self._settings.engine_timeout_seconds
         if engine_client is None:
             return EngineLink(_no_engine, mode="off", is_dead=bool, timeout_seconds=timeout)
         return EngineLink(
             engine_client.engine_core.call_utility_async,
-            mode=mode,
+            mode=config.mode,
+            document=config.to_dict(),
             is_dead=lambda: bool(engine_client.errored),
             timeout_seconds=timeout,
         )

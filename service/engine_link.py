@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from service.errors import (
@@ -33,6 +34,10 @@ _MAX_VALUE_CHARS = 1000
 class EngineLink:
     """Calls the token layer of one engine.
 
+    Attributes:
+        mode: of the token layer.
+        document: the policy document, as last seen here. All changes pass through this object.
+
     Every method raises:
         ModeOffError: the engine runs in mode ``off``.
         EngineGoneError: the engine is dead or did not answer within ``timeout_seconds``.
@@ -46,8 +51,19 @@ class EngineLink:
         mode: str,
         is_dead: Callable[[], bool],
         timeout_seconds: float,
+        document: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        """Connect.
+
+        Args:
+            call: vLLM's utility call.
+            mode: of the token layer.
+            is_dead: whether the engine is known to have died.
+            timeout_seconds: for each call.
+            document: the policy document at the start.
+        """
         self.mode = mode
+        self.document = dict(document)
         self._call = call
         self._is_dead = is_dead
         self._timeout_seconds = timeout_seconds
@@ -58,7 +74,7 @@ class EngineLink:
 
     async def get_policy(self) -> dict[str, Any]:
         """``{"version", "document", "mode"}``; does not mutate."""
-        return await self._request("get_policy", dict)
+        return self._seen(await self._request("get_policy", dict))
 
     async def set_policy(
         self, changes: Mapping[str, Any], expected_version: int | None
@@ -73,7 +89,7 @@ class EngineLink:
             StaleVersionError: ``expected_version`` is given and is not the present one.
         """
         payload = {"changes": dict(changes), "expected_version": expected_version}
-        return await self._request("set_policy", dict, payload)
+        return self._seen(await self._request("set_policy", dict, payload))
 
     async def state(self) -> dict[str, Any]:
         """Pool, running requests, last relocations and skip reasons; does not mutate."""
@@ -82,6 +98,14 @@ class EngineLink:
     async def policies(self) -> list[Any]:
         """The catalogue of eviction policies with their argument schemas."""
         return await self._request("policies", list)
+
+    async def receipt(self, key: str) -> dict[str, Any]:
+        """What became of the sequences that were sent with this key; can be had once."""
+        return await self._request("receipt", dict, {"key": key})
+
+    def _seen(self, reply: dict[str, Any]) -> dict[str, Any]:
+        self.document = reply.get("document", self.document)
+        return reply
 
     async def _request(
         self, op: str, kind: type[_Result], payload: Mapping[str, Any] | None = None

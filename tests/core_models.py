@@ -18,6 +18,7 @@ from vtoken.config import VTokenConfig
 from vtoken.observation import ATTENTION_HISTORY, SIGNALS, RequestSignals
 from vtoken.occupancy import BlockOccupancy
 from vtoken.request_kv import RequestKV
+from vtoken.request_options import RequestOptions
 from vtoken.token_layer import TokenLayer
 from vtoken.token_table import TokenTable
 
@@ -62,6 +63,9 @@ class ModelPool:
 
     def shared(self, block_ids: np.ndarray) -> np.ndarray:
         return np.array([self.ref[block] > 1 or block == 0 for block in block_ids.tolist()], bool)
+
+    def references(self, block_ids: np.ndarray) -> np.ndarray:
+        return np.array([self.ref[block] for block in block_ids.tolist()], np.int64)
 
     def new_blocks(self, req_id: str, start: int) -> np.ndarray:
         return np.array(self.lists[req_id][start:], np.int32)
@@ -286,7 +290,9 @@ def make_request(
     pool.start_request(req_id, kwargs.pop("hashes", ()))
     assert pool.grow(req_id, num_tokens)
     prefill_end = kwargs.pop("prefill_end", num_tokens)
-    kv = layer.admit(req_id, kwargs.pop("num_prompt_tokens", num_tokens), prefill_end, 7)
+    num_prompt = kwargs.pop("num_prompt_tokens", num_tokens)
+    options = RequestOptions.parse(kwargs.pop("options", None))
+    kv = layer.admit(req_id, num_prompt, prefill_end, 7, options)
     layer.schedule_tokens(kv, 0, num_tokens)
     return kv
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ import pytest
 
 from tests.core_models import ModelPool, NaiveModel, NaiveRequest, make_config, make_signals
 from vtoken.errors import ConfigError
-from vtoken.observation import ATTENTION_SIGNALS, RequestSignals
+from vtoken.observation import ATTENTION_SIGNALS, DECODE_SIGNALS, RequestSignals
 from vtoken.policies.registry import POLICIES
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_layer import TokenLayer
@@ -125,6 +125,10 @@ class Counts:
     early: int = 0
     lost: int = 0
     postponed: int = 0
+    mid_prefill: int = 0
+    early_evictions: int = 0
+    held: int = 0
+    shared: int = 0
 
 
 @dataclass(eq=False)
@@ -132,6 +136,8 @@ class EngineModel:
     """Drives a :class:`TokenLayer`; every public method is one thing that can happen.
 
     Attributes:
+        prompt_tokens, shared_tokens: what is drawn for arrivals: the range of prompt lengths,
+            and how many of them the request has in common with its family.
         skip_copies: mutant: the worker reports copies that it never made.
         urgent_late: mutant: urgent copies wait until the step has written.
     """
@@ -139,6 +145,8 @@ class EngineModel:
     config: dict[str, Any]
     num_blocks: int = 36
     block_size: int = 4
+    prompt_tokens: tuple[int, int] = (1, 40)
+    shared_tokens: tuple[int, ...] = (0, 0, 9, 24)
     skip_copies: bool = False
     urgent_late: bool = False
     counts: Counts = field(default_factory=Counts)
@@ -159,9 +167,12 @@ class EngineModel:
         self.in_flight: dict[int, list[tuple[NaiveRequest | None, RelocationPlan]]] = {}
         self.unproven: dict[int, list[tuple[str, NaiveRequest]]] = {}
         self.failed_tickets: set[int] = set()
-        self.uncopied: set[int] = set()  # slots that a committed copy has still to fill
+        # Slots that a committed copy has still to fill, with the last such copy's ticket: a slot
+        # may be filled, emptied and filled again by plans of one step.
+        self.uncopied: dict[int, int] = {}
         self.eviction_log: list[tuple[str, int, list[int]]] = []
         self._victims: list[int] | None = None
+        self._early: list[tuple[str, int, list[int]]] | None = None
         self._next_id = 0
         self._next_base = 1000  # below: prefix families
 
@@ -260,7 +271,7 @@ class EngineModel:
         else:
             new = self.layer.evictor.policy.signals & ATTENTION_SIGNALS
             for naive in self.naive.requests.values():
-                naive.next_due = naive.prefill_end
+                naive.next_due = self._first_due(naive.prefill_end)
                 if new - attention and len(naive.key) >= naive.prefill_end:
                     interval = self.layer.config.evict_interval_tokens
                     naive.next_due = len(naive.key) + interval
@@ -310,7 +321,9 @@ class EngineModel:
             for _, naive in self.unproven.get(copy.ticket, []):
                 naive.poisoned = True
             self.failed_tickets.add(copy.ticket)
-        self.uncopied.difference_update(copy.dst.tolist())
+        for slot in copy.dst.tolist():
+            if self.uncopied.get(slot) == copy.ticket:
+                del self.uncopied[slot]
         self.reports.append((copy.ticket, "boom" if copy.fails else None))
 
     def drain(self) -> None:
@@ -385,7 +398,7 @@ class EngineModel:
     ) -> bool:
         """Allocate; pack at once while there is no room, then preempt the newest requests."""
         while not self.pool.grow(request.req_id, request.computed + num_new):
-            if self._reclaim_now():
+            if self._reclaim_now(scheduled):
                 continue
             victim = self.running[-1]
             scheduled.pop(victim.req_id, None)
@@ -407,7 +420,8 @@ class EngineModel:
             return False
         self.counts.cache_hits += num_cached
         self._publish(request, request.computed + self._num_new(request, chunk))
-        naive = NaiveRequest(self.block_size, request.prefill_end, request.prefill_end)
+        due = self._first_due(request.prefill_end)
+        naive = NaiveRequest(self.block_size, request.prefill_end, due)
         self.naive.requests[request.req_id] = naive
         self.layer.admit(request.req_id, request.num_prompt, request.prefill_end, request.base)
         self.check()
@@ -463,13 +477,14 @@ class EngineModel:
         names = sorted(self.layer.evictor.policy.signals)
         return make_signals(token_ids, names, rng, num_observed)
 
-    def _reclaim_now(self) -> bool:
+    def _reclaim_now(self, granted: Collection[str]) -> bool:
         """Relieve an allocation that failed; the layer may commit early or pack urgently."""
-        if not self.layer.config.relocates:
-            return False
         free = self.pool.num_free_blocks()
         num_urgent = len(self.layer.reclamation._urgent)
-        relieved = self.layer.reclaim_now()
+        may_evict_early = self._may_evict_early()
+        self._early = []
+        relieved = self.layer.reclaim_now(granted)
+        evicted_early, self._early = self._early, None
         assert relieved == (self.pool.num_free_blocks() > free)
         early = [
             (ticket, owner, plan)
@@ -482,10 +497,20 @@ class EngineModel:
             self.counts.early += 1
             self._commit(naive, plan)
             self._await_proof(naive, plan)
+        assert may_evict_early or not evicted_early
+        for req_id, num_tokens, victims in evicted_early:
+            naive = self.naive.requests[req_id]
+            assert num_tokens == len(naive.key) >= self._first_due(naive.prefill_end)
+            self.counts.early_evictions += 1
+            naive.next_due = num_tokens + self.layer.config.evict_interval_tokens
+            self._evict_naive(naive, num_tokens, victims)
+        if not relieved:
+            self._check_budgets(may_evict_early, granted)
         for plan in self.layer.reclamation._urgent[num_urgent:]:
             naive = self.naive.requests[plan.req_id]
             kv = self.layer.requests[plan.req_id]
-            self._check_plan(plan, kv, naive, len(naive.key), urgent=True)
+            # An urgent plan has dropped its sources already.
+            self._check_plan(plan, kv, naive, len(naive.key), Counter())
             self.counts.urgent += 1
             self._commit(naive, plan)
             self._await_proof(naive, plan)
@@ -498,13 +523,16 @@ class EngineModel:
         if plan.ticket in self.failed_tickets:
             naive.poisoned = True  # the copy has failed already, the report is on its way
         elif not self._is_copied(plan.ticket):
-            self.uncopied.update(plan.moves.dst_slots.tolist())
+            self.uncopied.update(dict.fromkeys(plan.moves.dst_slots.tolist(), plan.ticket))
 
     def _is_copied(self, ticket: int) -> bool:
         queued = {plan.ticket for step in self.steps for plan in step.plans}
         pending = {self.pending.ticket} if self.pending else set()
         urgent = {plan.ticket for plan in self.layer.reclamation._urgent}
         return ticket not in queued | pending | urgent
+
+    def _holders(self, block: int) -> list[str]:
+        return [req_id for req_id, blocks in self.pool.lists.items() if block in blocks]
 
     def _commit(self, naive: NaiveRequest, plan: RelocationPlan) -> None:
         self.counts.committed += 1
@@ -517,10 +545,18 @@ class EngineModel:
         kvs = [(self.layer.requests[request.req_id], before) for request, before in computed]
         plans = self.layer.plan_relocations(kvs)
         num_taken = 0
+        letting_go = Counter(
+            self.naive.requests[plan.req_id].blocks[place]
+            for plan in plans
+            for place in plan.source_indices.tolist()
+        )
+        gain = len(letting_go) - sum(len(plan.dst_blocks) for plan in plans)
+        assert gain >= len({frozenset(self._holders(b)) for b in letting_go}), "no gain"
+        self.counts.shared += any(num > 1 for num in letting_go.values())
         for plan in plans:
             kv, before = next(item for item in kvs if item[0].req_id == plan.req_id)
             naive = self.naive.requests[plan.req_id]
-            self._check_plan(plan, kv, naive, before)
+            self._check_plan(plan, kv, naive, before, letting_go)
             num_taken += len(plan.dst_blocks)
             naive.sources = frozenset(plan.source_indices.tolist())
             self.in_flight.setdefault(plan.ticket, []).append((naive, plan))
@@ -535,9 +571,9 @@ class EngineModel:
         kv: RequestKV,
         naive: NaiveRequest,
         before: int,
-        urgent: bool = False,
+        letting_go: Counter[int],
     ) -> None:
-        """I4, from scratch; an urgent plan has dropped its sources already."""
+        """I4, from scratch; ``letting_go``: how many plans of the batch empty each block."""
         places = plan.source_indices.tolist()
         sources = [naive.blocks[place] for place in places]
         assert not naive.sources, "a second plan for one request"
@@ -545,8 +581,8 @@ class EngineModel:
         assert len(plan.dst_blocks) < len(places), "the plan frees nothing"
         assert max(places) < before // self.block_size, "the tail block moves"
         assert 0 not in sources
-        holders = 0 if urgent else 1
-        assert all(self.pool.ref[block] == holders for block in sources), "a shared block moves"
+        # Shared blocks move only if every holder lets go in the same batch.
+        assert all(self.pool.ref[block] == letting_go[block] for block in sources), "shared"
         tokens = [t for t, slot in naive.slot.items() if slot // self.block_size in sources]
         assert plan.moves.token_ids.tolist() == tokens
         assert plan.moves.src_slots.tolist() == [naive.slot[t] for t in tokens]
@@ -590,10 +626,37 @@ class EngineModel:
         if self.layer.config.policy == "streaming_llm":
             assert victims == candidates[:num_victims]
         if victims:
-            self.counts.evicted += num_victims
             self.counts.late_evictions += bool(naive.sources)
-            naive.evict(victims, request.done)
+            self._evict_naive(naive, request.done, victims)
         self.check()
+
+    def _evict_naive(self, naive: NaiveRequest, num_tokens: int, victims: list[int]) -> None:
+        self.counts.evicted += len(victims)
+        self.counts.mid_prefill += num_tokens < naive.prefill_end
+        naive.evict(victims, num_tokens)
+
+    def _first_due(self, prefill_end: int) -> int:
+        return 0 if self.layer.config.evict_during_prefill else prefill_end
+
+    def _is_tight(self) -> bool:
+        ratio = self.layer.config.evict_free_ratio
+        return ratio == 1 or self.pool.num_free_blocks() <= ratio * self.num_blocks
+
+    def _check_budgets(self, may_evict_early: bool, granted: Collection[str]) -> None:
+        """No block became free: then nobody has a token left that might go early."""
+        config = self.layer.config
+        for req_id, naive in self.naive.requests.items() if may_evict_early else ():
+            num_tokens = len(naive.key)
+            if req_id in granted and len(naive.slot) == num_tokens:
+                continue  # its blocks of this step are in the prefix cache already
+            if num_tokens >= self._first_due(naive.prefill_end):
+                end = num_tokens - config.recent_tokens
+                candidates = [token for token in naive.slot if config.sink_tokens <= token < end]
+                assert not candidates or len(naive.slot) <= config.target_live_tokens(num_tokens)
+
+    def _may_evict_early(self) -> bool:
+        policy = POLICIES[self.layer.config.policy]
+        return self.layer.config.evict_free_ratio < 1 and policy.evicts and not policy.signals
 
     def _expected_eviction(
         self, request: Request, naive: NaiveRequest, signals: RequestSignals | None
@@ -603,6 +666,12 @@ class EngineModel:
         config = self.layer.config
         if request.done < naive.next_due:
             return 0, []
+        if not self._is_tight():
+            self.counts.held += 1
+            return 0, []
+        over = len(naive.slot) > config.target_live_tokens(request.done)
+        if policy.signals and signals is None and config.evict_free_ratio < 1 and over:
+            return 0, []  # nobody asked for signals: it stays due
         naive.next_due = request.done + config.evict_interval_tokens
         live = [token for token in naive.slot if token < request.done]
         end = request.done - config.recent_tokens
@@ -624,7 +693,8 @@ class EngineModel:
             ):
                 self.counts.postponed += 1
                 return 0, candidates
-            candidates = [token for token in candidates if token in observed]
+            blind = naive.prefill_end if not policy.signals & DECODE_SIGNALS else len(naive.key)
+            candidates = [token for token in candidates if token in observed or token >= blind]
         if policy.whole_pages:
             excess -= excess % self.block_size
             full = Counter(token // self.block_size for token in candidates)
@@ -632,8 +702,11 @@ class EngineModel:
         return max(0, min(excess, len(candidates))), candidates
 
     def _on_eviction(self, kv: RequestKV, num_tokens: int, victims: np.ndarray) -> None:
-        assert self._victims is None, "two evictions in one call"
-        self._victims = victims.tolist()
+        if self._early is not None:
+            self._early.append((kv.req_id, num_tokens, victims.tolist()))
+        else:
+            assert self._victims is None, "two evictions in one call"
+            self._victims = victims.tolist()
         self.eviction_log.append((kv.req_id, num_tokens, victims.tolist()))
 
     def _forget(self, request: Request) -> None:
@@ -662,8 +735,11 @@ PATCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("theta_f", (0.0, 0.0, 0.1, 0.3, 1.0)),
     ("low_watermark_ratio", (0.2, 1.0, 1.0, 1.0)),
     ("max_source_blocks", (2, 3, 8)),
+    ("relocate_shared", (True, True, True, False)),
     ("check_interval_steps", (1, 1, 3)),
     ("evict_interval_tokens", (1, 2, 7)),
+    ("evict_during_prefill", (False, True)),
+    ("evict_free_ratio", (0.0, 0.3, 1.0, 1.0)),
     ("recent_tokens", (1, 2, 5)),
     ("sink_tokens", (0, 1, 2)),
 )
@@ -698,12 +774,32 @@ def act(model: EngineModel, rng: random.Random, trail: deque[str]) -> None:
     actions[name][1]()
 
 
+def drive_sharing(model: EngineModel, rng: random.Random, num_operations: int) -> None:
+    """As :func:`drive`, but requests come in bursts and keep pace, so that holders of a shared
+    prefix have evicted at the same time."""
+    while model.counts.operations < num_operations:
+        for _ in range(rng.randint(0, 2)):
+            _add_random_request(model, rng)
+        model.schedule(rng.randint(8, 64), rng.randint(0, 19), 3)
+        if rng.random() < 0.9:
+            model.execute(rng.random() < 0.1, rng.random() < 0.1)
+        if rng.random() < 0.9:
+            model.process_output()
+        if rng.random() < 0.2:
+            model.copy()
+        if rng.random() < 0.05:
+            model.abort(rng.randint(0, 9))
+        if rng.random() < 0.02:
+            model.preempt(rng.randint(0, 9))
+    model.drain()
+
+
 def _add_random_request(model: EngineModel, rng: random.Random) -> None:
     model.add_request(
-        num_prompt=rng.randint(1, 40),
+        num_prompt=rng.randint(*model.prompt_tokens),
         num_output=rng.randint(1, 40),
         family=rng.randint(1, 2),
-        num_shared=rng.choice((0, 0, 9, 24)),
+        num_shared=rng.choice(model.shared_tokens),
     )
 
 
@@ -712,8 +808,8 @@ def _random_patch(rng: random.Random) -> tuple[str, Any]:
     return name, rng.choice(values)
 
 
-RARE = ("urgent", "early", "lost", "postponed")
-"""What needs a pool that runs dry, or a patch to a policy with signals."""
+RARE = ("urgent", "early", "early_evictions", "lost", "postponed", "shared")
+"""What needs a pool that runs dry, a patch to a policy with signals, or holders in step."""
 
 
 def assert_busy(counts: Counts, may_be_idle: tuple[str, ...] = ()) -> None:

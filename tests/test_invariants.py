@@ -218,7 +218,7 @@ def test_verify_level_decides_how_many_batches_are_checked(level: str, checked: 
 
 def test_violations_are_counted_and_raised() -> None:
     """The metric rises before the engine stops."""
-    layer, _ = make_layer()
+    layer, _ = make_layer(verify="full")
     layer.check_conservation("a", 8, "abc", "abc")
     with pytest.raises(InvariantViolationError):
         layer.check_conservation("a", 8, "abc", "abd")

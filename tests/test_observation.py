@@ -71,6 +71,14 @@ def test_only_what_a_policy_needs_is_observed(
     assert observe(115, 116, signals, due=116) == decode
 
 
+def test_decode_stands_in_for_a_window_that_was_missed() -> None:
+    """A policy that came after the prefill sees decode queries as its window."""
+    signals = frozenset({ATTENTION_PREFILL})
+    found = queries_to_observe(signals, CONFIG, 115, 116, 100, 116, window_missed=True)
+    assert found == Observe(1, True)
+    assert queries_to_observe(SUM, CONFIG, 115, 116, 100, 116, window_missed=True) == (1, False)
+
+
 @given(st.sets(st.integers(0, 60), min_size=1), st.data())
 def test_aligned_follows_the_tokens_that_are_left(ids: set[int], data: st.DataObject) -> None:
     """Values stay with their token, and the observed ones stay the leading ones."""

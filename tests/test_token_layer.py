@@ -90,6 +90,8 @@ def test_pool_state_counts_what_is_there() -> None:
         "total_blocks": 32,
         "headroom_blocks": 3,
         "in_flight_relocations": 1,
+        "effective_theta_f": 0.0,
+        "relocation_disabled": 0.0,
     }
 
 

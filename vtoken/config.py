@@ -1,4 +1,4 @@
-"""The one configuration object of vToken (DESIGN §6).
+"""The one configuration object of vToken.
 
 CLI flags ``--vtoken-*``, environment ``VTOKEN_*`` and vLLM's
 ``additional_config["vtoken"]`` all end in a frozen :class:`VTokenConfig`. It is validated
@@ -16,9 +16,11 @@ from typing import Any, Literal
 from vtoken.errors import ConfigError
 
 Mode = Literal["off", "naive", "lazy"]
+ThetaFMode = Literal["fixed", "adaptive"]
 Verify = Literal["off", "sampled", "full"]
 
 MODES: tuple[str, ...] = ("off", "naive", "lazy")
+THETA_F_MODES: tuple[str, ...] = ("fixed", "adaptive")
 VERIFY_LEVELS: tuple[str, ...] = ("off", "sampled", "full")
 
 LIVE_FIELDS: frozenset[str] = frozenset(
@@ -33,9 +35,15 @@ LIVE_FIELDS: frozenset[str] = frozenset(
         "sink_tokens",
         "recent_tokens",
         "evict_interval_tokens",
+        "evict_during_prefill",
+        "evict_free_ratio",
         "theta_f",
+        "theta_f_mode",
+        "theta_f_min",
+        "theta_f_max",
         "low_watermark_ratio",
         "max_source_blocks",
+        "relocate_shared",
         "check_interval_steps",
         "score_interval_steps",
         "score_window_tokens",
@@ -68,14 +76,29 @@ class VTokenConfig:
     """Newest tokens of a request that no policy may evict."""
     evict_interval_tokens: int = 16
     """New tokens between two evictions of one request during decode."""
+    evict_during_prefill: bool = False
+    """Evict between the chunks of a prefill, too: a prompt larger than the free part of the pool
+    is admitted as soon as its budget fits. What is evicted then depends on the chunks."""
+    evict_free_ratio: float = 1.0
+    """Evict only while free blocks / total blocks is at or below this, in [0, 1]. 1: always.
+    Below 1 outputs depend on the load, and tokens may go early rather than a request."""
     theta_f: float = 0.25
     """Waste ratio F (Eq. 1) above which relocation is considered, in [0, 1)."""
+    theta_f_mode: ThetaFMode = "fixed"
+    """``adaptive``: θ_F starts at ``theta_f``, falls when waste spikes or the pool runs dry, and
+    relaxes while it is calm."""
+    theta_f_min: float = 0.05
+    """Lower bound of the adaptive θ_F, in [0, 1)."""
+    theta_f_max: float = 0.5
+    """Upper bound of the adaptive θ_F, in [0, 1), at least ``theta_f_min``."""
     low_watermark_ratio: float = 0.5
     """Relocate only while free blocks / total blocks is at or below this, in [0, 1]."""
     headroom_blocks: int = 4
     """Blocks kept back from admission as destinations of relocations (lazy only)."""
     max_source_blocks: int = 32
     """B: most source blocks that one request's plan may empty."""
+    relocate_shared: bool = False
+    """Also copy live tokens out of shared blocks when all their holders can let go at once."""
     check_interval_steps: int = 1
     """Engine steps between two looks for relocation work."""
     score_layers: tuple[int, ...] | None = None
@@ -96,13 +119,20 @@ class VTokenConfig:
         _check_choice("mode", self.mode, MODES)
         _check_choice("verify", self.verify, VERIFY_LEVELS)
         _check_policy(self.policy, self.policy_args)
-        if not isinstance(self.record_evictions, bool):
-            raise ConfigError("record_evictions", self.record_evictions, "true or false")
+        _check_bool("record_evictions", self.record_evictions)
+        _check_bool("relocate_shared", self.relocate_shared)
         _check_budget(self.keep_ratio, self.budget_tokens)
         _check_int("sink_tokens", self.sink_tokens, 0, 4096)
         _check_int("recent_tokens", self.recent_tokens, 1, 1_000_000)
         _check_int("evict_interval_tokens", self.evict_interval_tokens, 1, 1_000_000)
-        _check_ratio("theta_f", self.theta_f, upper_open=True)
+        _check_bool("evict_during_prefill", self.evict_during_prefill)
+        _check_ratio("evict_free_ratio", self.evict_free_ratio)
+        for name in ("theta_f", "theta_f_min", "theta_f_max"):
+            _check_ratio(name, getattr(self, name), upper_open=True)
+        _check_choice("theta_f_mode", self.theta_f_mode, THETA_F_MODES)
+        if self.theta_f_min > self.theta_f_max:
+            bound = f"theta_f_min <= theta_f_max = {self.theta_f_max}"
+            raise ConfigError("theta_f_min", self.theta_f_min, bound)
         _check_ratio("low_watermark_ratio", self.low_watermark_ratio)
         _check_int("headroom_blocks", self.headroom_blocks, 0, 1_000_000)
         _check_int("max_source_blocks", self.max_source_blocks, 2, 65_536)
@@ -130,7 +160,7 @@ class VTokenConfig:
         if self.budget_tokens is not None:
             return self.budget_tokens
         assert self.keep_ratio is not None
-        return max(1, -int(-num_tokens * self.keep_ratio // 1))
+        return tokens_kept(num_tokens, self.keep_ratio)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy, the inverse of :meth:`from_dict`."""
@@ -184,6 +214,11 @@ class VTokenConfig:
         return dataclasses.replace(self, **values)
 
 
+def tokens_kept(num_tokens: int, keep_ratio: float) -> int:
+    """⌈``num_tokens`` · ``keep_ratio``⌉, at least 1."""
+    return max(1, -int(-num_tokens * keep_ratio // 1))
+
+
 def unknown_field_hint(name: str, known: set[str] | frozenset[str], what: str = "fields") -> str:
     """The bound part of a :class:`ConfigError` for an unknown name, with the nearest known."""
     near = difflib.get_close_matches(name, sorted(known), n=1)
@@ -207,6 +242,11 @@ def _check_policy(policy: object, policy_args: object) -> None:
         raise ConfigError("policy", policy, "the name of a policy")
     if not isinstance(policy_args, Mapping):
         raise ConfigError("policy_args", policy_args, "an object of argument names and values")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(name, value, "true or false")
 
 
 def _check_int(name: str, value: object, low: int, high: int) -> None:

@@ -11,19 +11,20 @@ from collections.abc import Callable
 import numpy as np
 
 from vtoken.config import VTokenConfig
-from vtoken.observation import ATTENTION_SIGNALS, RequestSignals
+from vtoken.observation import ATTENTION_SIGNALS, DECODE_SIGNALS, RequestSignals
 from vtoken.policies.base import (
     EvictionPolicy,
     LiveView,
     checked_victims,
     protect_partial_pages,
+    protect_spans,
     protected_tokens,
 )
-from vtoken.policies.registry import make_policy
+from vtoken.policies.registry import make_policy, policy_for
 from vtoken.ports import BlockPoolPort
 from vtoken.request_kv import RequestKV
 from vtoken.stats import VTokenStats
-from vtoken.types import IdArray
+from vtoken.types import BoolArray, IdArray
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,10 @@ EvictionListener = Callable[[RequestKV, int, IdArray], None]
 
 
 class Evictor:
-    """Applies one policy with one budget to every request; both can change between steps."""
+    """Applies policy and budget, the service's or the request's own, to every request.
+
+    The service's can change between steps; a request's own never do.
+    """
 
     def __init__(self, config: VTokenConfig, pool: BlockPoolPort, stats: VTokenStats) -> None:
         self._pool = pool
@@ -52,18 +56,37 @@ class Evictor:
         self._stats.inc("evicted_tokens_total", 0, config.policy)
         self._stats.inc("evictions_postponed_total", 0, config.policy)
 
+    def policy_of(self, kv: RequestKV) -> EvictionPolicy:
+        """The request's own policy, or the service's."""
+        key = kv.options.policy_key
+        return self.policy if key is None else policy_for(*key, self._config.seed)
+
+    def target_of(self, kv: RequestKV, num_tokens: int) -> int:
+        """Live tokens that the request may keep, by its own budget or the service's."""
+        return kv.options.target_live_tokens(self._config, num_tokens)
+
+    def may_evict(self) -> bool:
+        """Whether the pool is as full as ``evict_free_ratio`` asks for; pure."""
+        ratio = self._config.evict_free_ratio
+        return ratio >= 1 or (self._pool.num_free_blocks() <= ratio * self._pool.num_total_blocks)
+
+    def first_eviction_at(self, prefill_end: int) -> int:
+        """Logical length from which a request may lose tokens."""
+        return 0 if self._config.evict_during_prefill else prefill_end
+
     def wants_signals(self, kv: RequestKV, num_computed: int) -> bool:
         """Whether an eviction at this length would need signals; pure."""
         return (
-            bool(self.policy.signals)
+            bool(self.policy_of(kv).signals)
             and num_computed >= kv.next_evict_at
-            and kv.table.num_live > self._config.target_live_tokens(num_computed)
+            and self.may_evict()
+            and kv.table.num_live > self.target_of(kv, num_computed)
         )
 
     def postpone(self, kv: RequestKV, num_computed: int) -> None:
         """Put the request's next eviction off by one interval, for want of observations."""
         kv.next_evict_at = num_computed + self._config.evict_interval_tokens
-        self._stats.inc("evictions_postponed_total", 1, self.policy.name)
+        self._stats.inc("evictions_postponed_total", 1, self.policy_of(kv).name)
 
     def evict_if_due(
         self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
@@ -76,27 +99,50 @@ class Evictor:
             signals: what was observed; a policy that needs more than it gets evicts nothing,
                 and the eviction is postponed.
         """
-        if num_computed < kv.next_evict_at:
+        if num_computed < kv.next_evict_at or not self.may_evict():
+            return
+        may_be_unasked = signals is None and self._config.evict_free_ratio < 1
+        if may_be_unasked and self.wants_signals(kv, num_computed):
+            # The pool was ample when the step was scheduled, so nobody asked for signals. The
+            # request stays due and the next step asks.
             return
         kv.next_evict_at = num_computed + self._config.evict_interval_tokens
-        if not self.policy.evicts:
+        if not self.policy_of(kv).evicts:
             return
         live_ids = kv.table.live_ids(before=num_computed)
         victims = self._select(kv, num_computed, live_ids, signals)
         if len(victims):
             self._evict(kv, num_computed, live_ids, victims)
 
+    def evict_early(self, kv: RequestKV) -> None:
+        """Bring a request down to its budget before it is due, rather than preempt somebody.
+
+        Only where outputs depend on the load anyway, and with a policy that needs no signals:
+        between two steps none are at hand.
+        """
+        policy = self.policy_of(kv)
+        if self._config.evict_free_ratio >= 1 or policy.signals or not policy.evicts:
+            return
+        if kv.num_tokens < self.first_eviction_at(kv.prefill_end):
+            return
+        live_ids = kv.table.live_ids()
+        victims = self._select(kv, kv.num_tokens, live_ids, None)
+        if len(victims):
+            kv.next_evict_at = kv.num_tokens + self._config.evict_interval_tokens
+            self._evict(kv, kv.num_tokens, live_ids, victims)
+
     def _select(
         self, kv: RequestKV, num_computed: int, live_ids: IdArray, signals: RequestSignals | None
     ) -> IdArray:
-        config = self._config
-        excess = len(live_ids) - config.target_live_tokens(num_computed)
+        config, policy = self._config, self.policy_of(kv)
+        excess = len(live_ids) - self.target_of(kv, num_computed)
         if excess <= 0:
             return live_ids[:0]
-        seen = self._usable(signals, live_ids)
+        seen = _usable(policy.signals, signals, live_ids)
         if seen is None:
             self.postpone(kv, num_computed)
             return live_ids[:0]
+        kv.window_missed = False
         view = LiveView(
             live_ids,
             num_computed,
@@ -106,34 +152,21 @@ class Evictor:
             kv.table.block_size,
         )
         protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
-        protected[seen.num_observed :] = True  # without a score yet: must not die first
-        if self.policy.whole_pages:
+        protect_spans(view, kv.options.protect, protected)
+        protected |= _without_score(policy, kv, seen)  # must not die first
+        if policy.whole_pages:
             protected = protect_partial_pages(view, protected)
             excess -= excess % view.page_size
         num_victims = min(excess, len(live_ids) - int(np.count_nonzero(protected)))
         if num_victims <= 0:
             return live_ids[:0]
         try:
-            return checked_victims(self.policy, view, num_victims, protected)
+            return checked_victims(policy, view, num_victims, protected)
         except Exception:
             # A broken policy must not take the engine down; the request keeps its tokens.
-            logger.exception("policy %r failed on request %s", self.policy.name, kv.req_id)
-            self._stats.inc("policy_errors_total", 1, self.policy.name)
+            logger.exception("policy %r failed on request %s", policy.name, kv.req_id)
+            self._stats.inc("policy_errors_total", 1, policy.name)
             return live_ids[:0]
-
-    def _usable(self, signals: RequestSignals | None, live_ids: IdArray) -> RequestSignals | None:
-        """What the policy declared, for exactly these tokens; None if that was not observed."""
-        needed = self.policy.signals
-        if not needed:
-            return RequestSignals(live_ids, len(live_ids))
-        aligned = None if signals is None else signals.aligned(live_ids)
-        if aligned is None or not needed <= aligned.values.keys():
-            return None
-        if needed & ATTENTION_SIGNALS and not aligned.num_observed:
-            return None
-        return RequestSignals(
-            live_ids, aligned.num_observed, {name: aligned.values[name] for name in needed}
-        )
 
     def _evict(self, kv: RequestKV, num_computed: int, live_ids: IdArray, victims: IdArray) -> None:
         if not kv.num_evicted:
@@ -145,7 +178,7 @@ class Evictor:
         kv.blocks.remove_tokens(kv.table.evict_tokens(victims))
         kv.num_evicted += len(victims)
         kv.row_stale = True
-        self._stats.inc("evicted_tokens_total", len(victims), self.policy.name)
+        self._stats.inc("evicted_tokens_total", len(victims), self.policy_of(kv).name)
         self.free_empty_blocks(kv, num_computed)
         if self.listener is not None:
             self.listener(kv, num_computed, victims)
@@ -159,3 +192,27 @@ class Evictor:
             return
         kv.give_back(empty, self._pool)
         self._stats.inc("freed_blocks_total", len(empty), "empty")
+
+
+def _without_score(policy: EvictionPolicy, kv: RequestKV, seen: RequestSignals) -> BoolArray:
+    """Live tokens that an observation was due for and that none has seen yet; ``[n]``."""
+    unseen: BoolArray = np.arange(len(seen.token_ids)) >= seen.num_observed
+    if not policy.signals & DECODE_SIGNALS:
+        unseen &= seen.token_ids < kv.prefill_end  # generated tokens are not observed at all
+    return unseen
+
+
+def _usable(
+    needed: frozenset[str], signals: RequestSignals | None, live_ids: IdArray
+) -> RequestSignals | None:
+    """What the policy declared, for exactly these tokens; None if that was not observed."""
+    if not needed:
+        return RequestSignals(live_ids, len(live_ids))
+    aligned = None if signals is None else signals.aligned(live_ids)
+    if aligned is None or not needed <= aligned.values.keys():
+        return None
+    if needed & ATTENTION_SIGNALS and not aligned.num_observed:
+        return None
+    return RequestSignals(
+        live_ids, aligned.num_observed, {name: aligned.values[name] for name in needed}
+    )

@@ -1,4 +1,4 @@
-"""Slot-addressed views of the KV cache of the CPU layout ("split", DESIGN §4).
+"""Slot-addressed views of the KV cache of the CPU layout ("split").
 
 vLLM's CPU cache of one layer is a contiguous ``[num_blocks, num_kv_heads, block_size,
 2 * head_size]`` tensor (layout LBHNC). Its kernels see each (block, head) page as ``S`` rows of

@@ -8,6 +8,8 @@ into chunks:
 
     prefill   the last ``score_window_tokens`` queries before ``prefill_end``; they see every
               live token, those from the prefix cache included
+    chunk     with ``evict_during_prefill``, likewise the last queries of a chunk after which an
+              eviction is due: the one case in which the cut into chunks matters
     decode    every ``score_interval_steps``-th query, counted so that the query whose step is
               followed by an eviction is always one of them
 
@@ -32,7 +34,8 @@ ATTENTION_SUM = "attention_sum"
 ATTENTION_LAST = "attention_last"
 """float32: mass of the last observed query."""
 ATTENTION_PREFILL = "attention_prefill"
-"""float32: accumulated mass of the observed queries of the prefill alone."""
+"""float32: accumulated mass of the observed queries of the prefill alone; under a policy that
+came after the prefill, of the decode queries before its first eviction."""
 ATTENTION_HISTORY = "attention_history"
 """uint64: one bit per observed query, the newest lowest; set where the mass exceeded the mean
 mass ``1 / live tokens``. Holds the last 64 observations."""
@@ -56,10 +59,10 @@ SIGNALS = ATTENTION_SIGNALS | CACHE_SIGNALS
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """What the worker must keep; equal from step to step unless the policy changes.
+    """What the worker must keep; equal from step to step unless policies come or go.
 
     Attributes:
-        signals: names, members of :data:`SIGNALS`.
+        signals: names, members of :data:`SIGNALS`: all that some policy in use needs.
         layers: sampled attention layers, counted from 0, or None for the worker's default.
     """
 
@@ -114,6 +117,8 @@ def queries_to_observe(
     num_after: int,
     prefill_end: int,
     next_evict_at: int,
+    may_evict: bool = True,
+    window_missed: bool = False,
 ) -> Observe | None:
     """Which queries of a step are observed for one request, if any; pure.
 
@@ -123,11 +128,15 @@ def queries_to_observe(
         num_before, num_after: logical length before and after the step.
         prefill_end: logical length at which the prefill is complete.
         next_evict_at: logical length at which the next eviction is due.
+        may_evict: whether a due eviction would happen; else only the interval counts.
+        window_missed: the policy came after the prefill: decode stands in for its window.
     """
+    due = may_evict and num_after >= next_evict_at
     if num_before < prefill_end:
-        first = max(num_before, prefill_end - config.score_window_tokens)
+        end = num_after if due and config.evict_during_prefill else prefill_end
+        first = max(num_before, end - config.score_window_tokens)
         wanted = signals & ATTENTION_SIGNALS and num_after > first
         return Observe(num_after - first, True) if wanted else None
-    remaining = next_evict_at - num_after
-    due = remaining <= 0 or remaining % config.score_interval_steps == 0
-    return Observe(1, False) if due and signals & DECODE_SIGNALS else None
+    observed = due or (next_evict_at - num_after) % config.score_interval_steps == 0
+    late = window_missed and bool(signals & PREFILL_SIGNALS)
+    return Observe(1, late) if observed and (late or signals & DECODE_SIGNALS) else None

@@ -32,6 +32,9 @@ class BlockPoolPort(Protocol):
     def shared(self, block_ids: NDArray[np.int32]) -> BoolArray:
         """Which blocks another request references too."""
 
+    def references(self, block_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """How many references each block has; the null block is not asked for."""
+
     def new_blocks(self, req_id: str, start: int) -> NDArray[np.int32]:
         """Block ids of the request's block list from index ``start`` on."""
 

@@ -15,7 +15,7 @@ that may write to the blocks that they freed; only a failing copy then costs its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,9 @@ from vtoken.occupancy import GIVEN_BACK, BlockOccupancy, RequestBlocks
 from vtoken.planner import BlockSnapshot, Rejection, SourceChoice, build_moves, choose_sources
 from vtoken.ports import BlockPoolPort
 from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.shared_planner import Holding, SharedChoice, choose_shared, group_by_holders
 from vtoken.stats import VTokenStats
+from vtoken.threshold import Bounds, Threshold, next_threshold
 from vtoken.types import BoolArray
 
 
@@ -60,6 +62,7 @@ class ReclamationManager:
         stats: VTokenStats,
     ) -> None:
         self._config = config
+        self._threshold = Threshold(config.theta_f)
         self._pool = pool
         self._occupancy = occupancy
         self._stats = stats
@@ -68,11 +71,22 @@ class ReclamationManager:
         self._unproven: dict[int, list[RequestKV]] = {}
         self._next_ticket = 1
         self._steps_to_check = 0
+        self._net_freed = 0
 
     def reconfigure(self, config: VTokenConfig) -> None:
         """Use other thresholds from the next step on; plans in flight are not affected."""
+        if (config.theta_f, config.theta_f_mode) != (
+            self._config.theta_f,
+            self._config.theta_f_mode,
+        ):
+            self._threshold = Threshold(config.theta_f)
         self._config = config
         self._steps_to_check = 0
+
+    @property
+    def theta_f(self) -> float:
+        """The threshold in force; see :mod:`vtoken.threshold`."""
+        return self._threshold.theta_f
 
     @property
     def num_in_flight(self) -> int:
@@ -99,6 +113,7 @@ class ReclamationManager:
         if self._steps_to_check > 0 or not self._config.relocates:
             return []
         self._steps_to_check = self._config.check_interval_steps
+        self._adapt_threshold()
         reason = self._not_eligible()
         if reason is not None:
             self._stats.inc("reclaim_skipped_total", 1, reason)
@@ -115,9 +130,19 @@ class ReclamationManager:
             plan.ticket = ticket
         return ticket
 
+    def _adapt_threshold(self) -> None:
+        config = self._config
+        if config.theta_f_mode == "adaptive":
+            self._threshold = next_threshold(
+                self._threshold,
+                Bounds(config.theta_f_min, config.theta_f_max),
+                self._occupancy.waste_ratio,
+                self._pool.num_free_blocks() / self._pool.num_total_blocks,
+            )
+
     def _not_eligible(self) -> str | None:
         """Stage 1: the reason not to look at requests at all, or None."""
-        if self._occupancy.waste_ratio <= self._config.theta_f:
+        if self._occupancy.waste_ratio <= self._threshold.theta_f:
             return "below_theta_f"
         watermark = self._config.low_watermark_ratio * self._pool.num_total_blocks
         if self._pool.num_free_blocks() > watermark:
@@ -126,8 +151,14 @@ class ReclamationManager:
 
     def _reserve_plans(self, requests: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
         """Stages 2 and 3, most wasteful request first."""
-        plans = []
-        for kv, num_computed in _by_waste(requests):
+        candidates = _by_waste(requests)
+        plans = self._reserve_shared(candidates) if self._config.relocate_shared else []
+        done = {plan.req_id for plan in plans}
+        for kv, num_computed in candidates:
+            if len(plans) >= MAX_PLANS_PER_STEP:
+                break  # the others are still wasteful in the next step
+            if kv.req_id in done:
+                continue
             if kv.plan is not None:
                 self._stats.inc("reclaim_skipped_total", 1, "in_flight")
                 continue
@@ -136,9 +167,53 @@ class ReclamationManager:
                 self._stats.inc("reclaim_skipped_total", 1, choice.reason)
                 continue
             plans.append(self._reserve(kv, choice))
-            if len(plans) == MAX_PLANS_PER_STEP:
-                break  # the others are still wasteful in the next step
         return plans
+
+    def _reserve_shared(self, candidates: list[tuple[RequestKV, int]]) -> list[RelocationPlan]:
+        """Copy-on-write: a plan for every holder of shared blocks that all can let go together.
+
+        The blocks themselves are only read; each holder's reference goes when its plan commits.
+        Their content stays in the prefix cache until the pool needs the room.
+        """
+        free = [(kv, done) for kv, done in candidates if kv.plan is None and kv.num_evicted]
+        groups = group_by_holders([self._shared_holding(kv, done) for kv, done in free])
+        plans: list[RelocationPlan] = []
+        for group in groups:
+            if any(free[h][0].plan is not None for h in group.holders):
+                continue
+            if len(plans) + len(group.holders) > MAX_PLANS_PER_STEP:
+                continue
+            choice = choose_shared(
+                group,
+                self._occupancy.block_size,
+                self._config.max_source_blocks,
+                self._pool.num_free_blocks(),
+            )
+            if isinstance(choice, SharedChoice):
+                for h, sources in zip(choice.holders, choice.choices, strict=True):
+                    plans.append(self._reserve(free[h][0], sources))
+                self._stats.inc("shared_relocations_total")
+        return plans
+
+    def _shared_holding(self, kv: RequestKV, num_computed: int) -> Holding:
+        """Shared blocks with room for gain, in chunks of B from the front.
+
+        Prefixes are shared, so the search ends with the first chunk without a shared block.
+        """
+        size, ids, num_live = self._occupancy.block_size, kv.blocks.ids, kv.blocks.num_live
+        end = num_computed // size
+        places = ((ids[:end] != GIVEN_BACK) & (num_live[:end] < size)).nonzero()[0]
+        step = self._config.max_source_blocks
+        found = [np.empty(0, np.int64)]
+        for start in range(0, len(places), step):
+            chunk = places[start : start + step]
+            shared = chunk[self._pool.shared(ids[chunk])]
+            if not len(shared):
+                break
+            found.append(shared)
+        where = np.concatenate(found)
+        held = ids[where]
+        return Holding(where, held, num_live[where], self._pool.references(held))
 
     def _choose(self, kv: RequestKV, num_computed: int) -> SourceChoice | Rejection:
         size = kv.table.block_size
@@ -242,29 +317,44 @@ class ReclamationManager:
             kv.plan.orphaned = True
             kv.plan = None
 
-    def settle(self, ticket: int, error: str | None, requests: dict[str, RequestKV]) -> Settled:
+    def withdraw(self, plans: list[RelocationPlan], requests: dict[str, RequestKV]) -> None:
+        """Take back a batch that :meth:`plan_step` reserved and that was not sent."""
+        del self._in_flight[plans[0].ticket]
+        for plan in plans:
+            requests[plan.req_id].plan = None
+            self._roll_back(plan, "failed")
+
+    def settle(
+        self,
+        ticket: int,
+        error: str | None,
+        requests: dict[str, RequestKV],
+        damaged: Collection[str] = (),
+        trusted: bool = True,
+    ) -> Settled:
         """Commit or roll back the batch that the worker reports.
 
         Args:
             ticket: the batch.
             error: why its copy failed, or None.
             requests: live requests by id.
+            damaged: requests whose copies are complete and wrong.
+            trusted: False rolls back whatever can be, right or wrong.
         """
-        committed = self._unproven.pop(ticket, [])
-        if error is not None:
-            # A preempted request is computed again and needs nothing of its old blocks.
-            lost = [kv for kv in committed if requests.get(kv.req_id) is kv]
-            committed = []
-        else:
-            lost = []
+        early = self._unproven.pop(ticket, [])
+        committed = [kv for kv in early if error is None and kv.req_id not in damaged]
+        # A preempted request is computed again and needs nothing of its old blocks.
+        lost = [kv for kv in early if kv not in committed and requests.get(kv.req_id) is kv]
         for plan in self._in_flight.pop(ticket, ()):
             if plan.orphaned:
                 self._roll_back(plan, "rolled_back")
                 continue
             kv = requests[plan.req_id]
             kv.plan = None
-            if error is not None:
+            if error is not None or plan.req_id in damaged:
                 self._roll_back(plan, "failed")
+            elif not trusted:
+                self._roll_back(plan, "rolled_back")
             else:
                 self._commit(kv, plan)
                 committed.append(kv)
@@ -288,11 +378,20 @@ class ReclamationManager:
         self._pool.replace(
             kv.req_id, plan.source_indices.tolist(), _padded(plan.dst_blocks, len(sources))
         )
+        self._count_freed(int((~self._pool.shared(sources)).sum()) - len(plan.dst_blocks))
         self._pool.free(sources[::-1].tolist())
         kv.row_stale = True
         self._stats.inc("relocations_total", 1, "committed")
         self._stats.inc("relocated_tokens_total", len(dst_slots))
-        self._stats.inc("freed_blocks_total", len(sources) - len(plan.dst_blocks), "relocation")
+
+    def _count_freed(self, num_blocks: int) -> None:
+        """Net gain of one plan. Of a group that lets go of shared blocks only the last one gains:
+        what the others spent on destinations is set against it, so that the counter only grows.
+        """
+        self._net_freed += num_blocks
+        if self._net_freed > 0:
+            self._stats.inc("freed_blocks_total", self._net_freed, "relocation")
+            self._net_freed = 0
 
     def _free_emptied(self, kv: RequestKV, plan: RelocationPlan) -> None:
         """Give back the plan's places that evictions emptied while it held them."""

@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from vtoken.occupancy import RequestBlocks
 from vtoken.ports import BlockPoolPort
+from vtoken.request_options import NO_OPTIONS, RequestOptions
 from vtoken.token_table import TokenTable
 from vtoken.types import IdArray, RelocationMoves
 
 
 @dataclass(eq=False)
 class RelocationPlan:
-    """One reserved relocation: destinations are taken, nothing is committed (DESIGN §2).
+    """One reserved relocation: destinations are taken, nothing is committed.
 
     Attributes:
         req_id: whose tokens move.
@@ -46,7 +47,7 @@ class RequestKV:
         req_id: vLLM's internal id.
         num_prompt_tokens: length of the prompt.
         request_seed: derived from the prompt, for reproducible random policies.
-        prefill_end: logical length from which eviction may start.
+        prefill_end: logical length at which the prefill is complete.
         next_evict_at: logical length at which the next eviction is due.
         num_tokens: logical length, tokens not yet written into the table included.
         capacity: tokens that the known blocks hold.
@@ -55,8 +56,10 @@ class RequestKV:
         row_stale: the worker's row must be rebuilt before the next forward.
         row_ids: ids of the tokens in the worker's row at the first eviction since it was last
             rebuilt, None if there was none.
+        window_missed: the present policy looks at the prefill's last queries, but came after them.
         kept_columns: with the row last built: columns of the row before that survived, None if
             no token was evicted in between or nobody observes.
+        options: what the request itself asked for.
     """
 
     req_id: str
@@ -72,7 +75,9 @@ class RequestKV:
     plan: RelocationPlan | None = None
     row_stale: bool = field(default=True)
     row_ids: IdArray | None = None
+    window_missed: bool = False
     kept_columns: NDArray[np.int32] | None = None
+    options: RequestOptions = NO_OPTIONS
 
     @property
     def table(self) -> TokenTable:

@@ -1,4 +1,4 @@
-"""The arithmetic of signals: pure functions of queries, keys and values (DESIGN §5).
+"""The arithmetic of signals: pure functions of queries, keys and values.
 
 No state, no cache layout, no vLLM: a GPU kernel is written as the twin of these functions and
 compared with them, as they are compared with a float64 reference. Everything is float32 inside,

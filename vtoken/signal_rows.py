@@ -7,6 +7,7 @@ eviction is the same selection of columns that it is for the slots::
     slots      k₀ k₁ k₂ k₃ … k_len   | stale
     signal     s₀ s₁ s₂ 0  … 0       | 0          observed = 3: later tokens were not seen yet
 
+A signal may join while requests run: each has its own ``observed``.
 Columns from ``observed`` on are zero, always: appended tokens start at zero without a write.
 """
 
@@ -42,14 +43,19 @@ class SignalRows:
             name: torch.zeros(num_rows, width, dtype=_dtype(name))
             for name in sorted(self.signals)
         }
-        self._observed = np.zeros(num_rows, np.int64)
+        self._observed = {name: np.zeros(num_rows, np.int64) for name in self._buffers}
+
+    def take_over(self, other: SignalRows) -> None:
+        """Go on with the buffers of ``other``, of the same shape, for signals that both have."""
+        for name in self.signals & other.signals:
+            self._buffers[name] = other._buffers[name]
+            self._observed[name] = other._observed[name]
 
     def clear(self, row: int) -> None:
         """A request starts in this row: forget what was observed there."""
-        end = int(self._observed[row])
-        for buffer in self._buffers.values():
-            buffer[row, :end] = 0
-        self._observed[row] = 0
+        for name, buffer in self._buffers.items():
+            buffer[row, : self._observed[name][row]] = 0
+            self._observed[name][row] = 0
 
     def keep(self, row: int, columns: NDArray[np.int32]) -> None:
         """Keep these columns of a row, in order, and drop the others (an eviction).
@@ -58,13 +64,13 @@ class SignalRows:
             row: to change.
             columns: ascending.
         """
-        end = int(self._observed[row])
-        num_kept = int(np.searchsorted(columns, end))
-        index = torch.from_numpy(columns[:num_kept].astype(np.int64))
-        for buffer in self._buffers.values():
-            buffer[row, :num_kept] = buffer[row].index_select(0, index)
+        kept = torch.from_numpy(columns.astype(np.int64))
+        for name, buffer in self._buffers.items():
+            end = int(self._observed[name][row])
+            num_kept = int(np.searchsorted(columns, end))
+            buffer[row, :num_kept] = buffer[row].index_select(0, kept[:num_kept])
             buffer[row, num_kept:end] = 0
-        self._observed[row] = num_kept
+            self._observed[name][row] = num_kept
 
     def add(
         self,
@@ -91,15 +97,16 @@ class SignalRows:
                 part.index_add_(0, rows, mass.sum(1) * in_prefill[:, None])
             else:
                 part.index_copy_(0, rows, _shifted(part.index_select(0, rows), mass, lens))
-        self._observed[rows.numpy()] = lens[:, -1].numpy()
+            seen = in_prefill if name == ATTENTION_PREFILL else torch.ones_like(in_prefill)
+            self._observed[name][rows[seen].numpy()] = lens[seen, -1].numpy()
 
-    def observed(self, row: int) -> int:
-        """How many leading columns an observed query has seen."""
-        return int(self._observed[row])
+    def observed(self, row: int, names: frozenset[str]) -> int:
+        """How many leading columns an observed query has seen since all ``names`` are kept."""
+        return min(int(self._observed[name][row]) for name in names)
 
-    def read(self, row: int, length: int) -> Mapping[str, NDArray[Any]]:
-        """Every signal of the first ``length`` columns; copies."""
-        found = {name: b[row, :length].numpy().copy() for name, b in self._buffers.items()}
+    def read(self, row: int, length: int, names: frozenset[str]) -> Mapping[str, NDArray[Any]]:
+        """These signals of the first ``length`` columns; copies."""
+        found = {name: self._buffers[name][row, :length].numpy().copy() for name in names}
         if ATTENTION_HISTORY in found:
             found[ATTENTION_HISTORY] = found[ATTENTION_HISTORY].view(np.uint64)
         return found

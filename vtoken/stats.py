@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms of the token layer (DESIGN §7).
+"""Counters, gauges and histograms of the token layer.
 
 The scheduler process owns one :class:`VTokenStats`; ``snapshot()`` is plain data that travels
 to the API process, where ``service.metrics`` turns it into Prometheus families. Every family
@@ -77,6 +77,11 @@ _SPECS: tuple[MetricSpec, ...] = (
     _gauge("total_blocks", "Usable blocks of the pool."),
     _gauge("headroom_blocks", "Blocks kept back from admission for relocations."),
     _gauge("in_flight_relocations", "Relocation plans sent to the worker and not yet settled."),
+    _gauge("effective_theta_f", "θ_F in force: the configured one, or where it adapted to."),
+    _gauge(
+        "relocation_disabled",
+        "1 after an invariant violation stopped relocation (mode naive), else 0.",
+    ),
     _histogram("request_retained_blocks", "Blocks a request held when it ended.", _BLOCKS),
     _histogram("request_evicted_tokens", "Tokens a request had lost when it ended.", _TOKENS),
     _histogram("relocation_copy_seconds", "Time to copy one batch of moves.", _SECONDS),
@@ -115,7 +120,11 @@ _SPECS: tuple[MetricSpec, ...] = (
     _counter("preemptions_total", "Requests preempted by vLLM while vToken was in charge."),
     _counter(
         "preemptions_avoided_total",
-        "Allocations of running requests that an urgent relocation made possible.",
+        "Allocations of running requests that succeeded because blocks were freed at once.",
+    ),
+    _counter(
+        "shared_relocations_total",
+        "Batches in which all holders of shared blocks copied their live tokens out.",
     ),
     _counter(
         "urgent_relocations_total", "Plans copied before the next forward to avoid preemption."

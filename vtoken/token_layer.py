@@ -12,7 +12,9 @@ all drive this same object. Order within one engine step:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from vtoken.errors import ConfigError, InvariantViolationError
 from vtoken.eviction import Evictor
 from vtoken.observation import (
     ATTENTION_SIGNALS,
+    PREFILL_SIGNALS,
     ObservationSpec,
     Observe,
     RequestSignals,
@@ -31,11 +34,15 @@ from vtoken.observation import (
 )
 from vtoken.occupancy import BlockOccupancy
 from vtoken.ports import BlockPoolPort
+from vtoken.receipts import Receipts
 from vtoken.reclamation import ReclamationManager
 from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.request_options import NO_OPTIONS, RequestOptions
 from vtoken.stats import VTokenStats
 from vtoken.token_table import TokenTable
 from vtoken.types import SlotArray
+
+logger = logging.getLogger(__name__)
 
 SAMPLED_VERIFY_INTERVAL = 16
 """With ``verify=sampled`` one batch in this many is hashed and checked."""
@@ -54,32 +61,45 @@ class TokenLayer:
         self.policy_version = 1
         self.stats = VTokenStats()
         self.requests: dict[str, RequestKV] = {}
+        self.relocation_disabled: str | None = None  # the violation that stopped it
         self.occupancy = BlockOccupancy(pool.num_total_blocks + 1, pool.block_size)
         self.evictor = Evictor(config, pool, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
+        self.receipts = Receipts()
         self._pool = pool
+        self._observation: ObservationSpec | None = None
+        self._observe_what_is_needed()
         self._check_headroom(config)
 
     # -- requests --------------------------------------------------------------------------
 
     def admit(
-        self, req_id: str, num_prompt_tokens: int, prefill_end: int, request_seed: int
+        self,
+        req_id: str,
+        num_prompt_tokens: int,
+        prefill_end: int,
+        request_seed: int,
+        options: RequestOptions = NO_OPTIONS,
     ) -> RequestKV:
         """Start to track a request that is new or resumed after preemption.
 
         Args:
             req_id: id, not tracked yet.
             num_prompt_tokens: length of the prompt.
-            prefill_end: logical length at which its prefill is complete; no eviction before.
+            prefill_end: logical length at which its prefill is complete; no eviction before,
+                unless ``evict_during_prefill``.
             request_seed: see :class:`~vtoken.policies.base.LiveView`.
+            options: what the request itself asks for; its policy must exist.
         """
         assert req_id not in self.requests, f"request {req_id} is already tracked"
         table = TokenTable(self._pool.block_size)
         blocks = self.occupancy.new_request()
-        kv = RequestKV(
-            req_id, table, blocks, num_prompt_tokens, request_seed, prefill_end, prefill_end
-        )
+        due = self.evictor.first_eviction_at(prefill_end)
+        kv = RequestKV(req_id, table, blocks, num_prompt_tokens, request_seed, prefill_end, due)
+        kv.options = options
         self.requests[req_id] = kv
+        if options.policy_key is not None:
+            self._observe_what_is_needed()
         return kv
 
     def forget(self, req_id: str) -> None:
@@ -87,6 +107,10 @@ class TokenLayer:
         kv = self.requests.pop(req_id, None)
         if kv is None:
             return
+        if kv.options.receipt:
+            self.receipts.add(kv, self.evictor.policy_of(kv).name)
+        if kv.options.policy_key is not None:
+            self._observe_what_is_needed()
         self.stats.observe("request_retained_blocks", kv.blocks.retained)
         self.stats.observe("request_evicted_tokens", kv.num_evicted)
         kv.blocks.clear()
@@ -129,21 +153,38 @@ class TokenLayer:
         return row
 
     def _kept_columns(self, kv: RequestKV) -> NDArray[np.int32] | None:
-        if kv.row_ids is None or not self.evictor.policy.signals:
+        if kv.row_ids is None or self._observation is None:
             return None
         kept: NDArray[np.int32] = np.flatnonzero(kv.table.is_live(kv.row_ids)).astype(np.int32)
         return kept
 
     def observation(self) -> ObservationSpec | None:
-        """What the worker must observe for the present policy; None: nothing at all."""
-        signals = self.evictor.policy.signals
-        return ObservationSpec(signals, self.config.score_layers) if signals else None
+        """What the worker must observe for the policies in use; None: nothing at all."""
+        return self._observation
+
+    def _observe_what_is_needed(self) -> None:
+        """After policies in use changed: the service's, and those that requests brought along."""
+        signals = self.evictor.policy.signals.union(
+            *(self.signals_of(kv) for kv in self.requests.values() if kv.options.policy_key)
+        )
+        layers = self.config.score_layers
+        self._observation = ObservationSpec(signals, layers) if signals else None
+
+    def signals_of(self, kv: RequestKV) -> frozenset[str]:
+        """The signals that the policy of this request needs."""
+        return self.evictor.policy_of(kv).signals
 
     def to_observe(self, kv: RequestKV, num_before: int, num_after: int) -> Observe | None:
         """Which queries of a step are observed; see :func:`queries_to_observe`."""
-        signals, config = self.evictor.policy.signals, self.config
         return queries_to_observe(
-            signals, config, num_before, num_after, kv.prefill_end, kv.next_evict_at
+            self.signals_of(kv),
+            self.config,
+            num_before,
+            num_after,
+            kv.prefill_end,
+            kv.next_evict_at,
+            self.evictor.may_evict(),
+            kv.window_missed,
         )
 
     def wants_signals(self, kv: RequestKV, num_computed: int) -> bool:
@@ -156,38 +197,64 @@ class TokenLayer:
         plans = self.reclamation.plan_step(computed)
         if plans and self.verifies(plans[0].ticket):
             done = {kv.req_id: num_computed for kv, num_computed in computed}
-            for plan in plans:
-                self._checked("I4", self._check_plan, plan, done[plan.req_id])
+            if not all([self._holds("I4", self._check_plan, p, done[p.req_id]) for p in plans]):
+                self.reclamation.withdraw(plans, self.requests)
+                return []
         return plans
 
-    def reclaim_now(self) -> bool:
-        """Free a block at once: commit what is in flight, else pack some request.
+    def reclaim_now(self, granted: Collection[str] = ()) -> bool:
+        """Free a block at once: commit what is in flight, else pack some request, else evict
+        before requests are due (see :meth:`Evictor.evict_early`) and pack again.
 
         Every token that a table knows is complete before the next forward, so candidates are
         all requests, whether they run in the step being scheduled or not.
+
+        Args:
+            granted: requests that got their blocks for the step being scheduled. vLLM has
+                entered these blocks into the prefix cache already, so a first eviction now
+                would let others find K/V that depends on it: they are not evicted early.
 
         Returns:
             Whether at least one block became free.
         """
         free = self._pool.num_free_blocks()
-        self.reclamation.commit_early(self.requests)
+        if self.config.relocates:
+            self.reclamation.commit_early(self.requests)
+            if self._pool.num_free_blocks() > free or self._pack_now():
+                return True
+        for kv in self.requests.values():
+            if kv.num_evicted or kv.req_id not in granted:
+                self.evictor.evict_early(kv)
         if self._pool.num_free_blocks() > free:
             return True
+        return self.config.relocates and self._pack_now()
+
+    def _pack_now(self) -> bool:
         candidates = [(kv, kv.table.num_tokens) for kv in self.requests.values()]
         return self.reclamation.reclaim_now(candidates) is not None
 
-    def settle(self, ticket: int, error: str | None) -> list[str]:
+    def settle(self, ticket: int, error: str | None, damaged: Collection[str] = ()) -> list[str]:
         """Commit or roll back a batch that the worker reported.
 
+        Args:
+            ticket: the batch.
+            error: why its copy failed, or None.
+            damaged: requests for which :meth:`check_conservation` did not hold.
+
         Returns:
-            Ids of requests that must end with an error, see :class:`~vtoken.reclamation.Settled`.
+            Ids of requests that must end with an error: their K/V is gone, because a plan was
+            committed before its copy failed, or because their table is broken.
         """
-        settled = self.reclamation.settle(ticket, error, self.requests)
+        trusted = self.relocation_disabled is None
+        settled = self.reclamation.settle(ticket, error, self.requests, damaged, trusted)
+        lost = [kv.req_id for kv in settled.lost]
         if self.verifies(ticket):
             for kv in settled.committed:
-                if self.requests.get(kv.req_id) is kv:
-                    self._checked("I2", invariants.check_unique_mapping, kv)
-        return [kv.req_id for kv in settled.lost]
+                if self.requests.get(kv.req_id) is not kv:
+                    continue
+                if not self._holds("I2", invariants.check_unique_mapping, kv):
+                    lost.append(kv.req_id)
+        return lost
 
     def evict_if_due(
         self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
@@ -202,9 +269,9 @@ class TokenLayer:
         level = self.config.verify
         return level == "full" or (level == "sampled" and ticket % SAMPLED_VERIFY_INTERVAL == 0)
 
-    def check_conservation(self, req_id: str, num_tokens: int, before: str, after: str) -> None:
-        """I1 from the worker's digests, counted."""
-        self._checked("I1", invariants.check_conservation, req_id, num_tokens, before, after)
+    def check_conservation(self, req_id: str, num_tokens: int, before: str, after: str) -> bool:
+        """I1 from the worker's digests, counted; whether it holds."""
+        return self._holds("I1", invariants.check_conservation, req_id, num_tokens, before, after)
 
     def check_row(self, req_id: str, row: SlotArray) -> None:
         """I2 across processes: the forward read exactly the slots that the table names.
@@ -213,7 +280,7 @@ class TokenLayer:
         """
         kv = self.requests.get(req_id)
         if kv is not None:
-            self._checked("I2", invariants.check_row, kv, row)
+            self._holds("I2", invariants.check_row, kv, row)
 
     def check_all(self) -> None:
         """Every invariant that can be read off the state, of every request.
@@ -228,18 +295,39 @@ class TokenLayer:
     def _check_plan(self, plan: RelocationPlan, num_computed: int) -> None:
         invariants.check_plan(self.requests[plan.req_id], plan, num_computed)
 
-    def _checked(self, invariant: str, check: Any, *args: Any) -> None:
+    def _holds(self, invariant: str, check: Any, *args: Any) -> bool:
+        """Run a check and count it; a violation stops relocation, or the engine under ``full``."""
         self.stats.inc("invariant_checks_total", 1, invariant)
         try:
             check(*args)
-        except InvariantViolationError:
+        except InvariantViolationError as error:
             self.stats.inc("invariant_violations_total", 1, invariant)
-            raise
+            if self.config.verify == "full":
+                raise
+            self._stop_relocation(error)
+            return False
+        return True
+
+    def _stop_relocation(self, error: InvariantViolationError) -> None:
+        """Serve on in mode naive: whatever is wrong, blocks that never move cannot get worse."""
+        if self.relocation_disabled is not None:
+            return
+        self.relocation_disabled = str(error)
+        logger.error(
+            "relocation is stopped, serving goes on in mode naive until mode is set again: %s",
+            error,
+        )
+        self.config = dataclasses.replace(self.config, mode="naive")
+        self.reclamation.reconfigure(self.config)
+        self.policy_version += 1
 
     # -- control ---------------------------------------------------------------------------
 
     def patch(self, changes: Mapping[str, Any]) -> VTokenConfig:
         """Change live settings; running requests are due at once under the new ones.
+
+        A request with its own policy and budget is not: only the rest of the settings, such as
+        ``recent_tokens``, is new to it, from its next eviction on.
 
         Raises:
             ConfigError: a field is unknown, fixed or out of bounds; nothing was changed.
@@ -250,15 +338,32 @@ class TokenLayer:
         self.evictor.reconfigure(config)
         self.reclamation.reconfigure(config)
         self.config = config
+        if config.relocates:
+            self.relocation_disabled = None
         self.policy_version += 1
         self.stats.inc("policy_changes_total")
-        unobserved = bool((self.evictor.policy.signals - before) & ATTENTION_SIGNALS)
+        self._observe_what_is_needed()
+        missing = (self.evictor.policy.signals - before) & ATTENTION_SIGNALS
         for kv in self.requests.values():
-            kv.next_evict_at = kv.prefill_end
-            if unobserved and kv.table.num_tokens >= kv.prefill_end:
+            has_own_policy = kv.options.policy_key is not None
+            if has_own_policy and kv.options.has_own_budget:
+                continue
+            kv.next_evict_at = self.evictor.first_eviction_at(kv.prefill_end)
+            if missing and not has_own_policy and kv.table.num_tokens >= kv.prefill_end:
                 # Scores of the old policy's making, or none: observe for one interval first.
                 self.evictor.postpone(kv, kv.table.num_tokens)
+                kv.window_missed = bool(missing & PREFILL_SIGNALS)
         return config
+
+    def receipt(self, key: str) -> dict[str, Any]:
+        """What became of the requests that asked for a receipt under ``key``; takes it.
+
+        Of one that still runs, the numbers so far.
+        """
+        for kv in self.requests.values():
+            if kv.options.receipt == key:
+                self.receipts.add(kv, self.evictor.policy_of(kv).name)
+        return {**self.receipts.take(key), "policy_version": self.policy_version}
 
     def _check_headroom(self, config: VTokenConfig) -> None:
         total = self._pool.num_total_blocks
@@ -270,6 +375,16 @@ class TokenLayer:
     def headroom_blocks(self) -> int:
         """Blocks that waiting requests must leave; none unless blocks are relocated."""
         return self.config.headroom_blocks if self.config.relocates else 0
+
+    @property
+    def admits_in_parts(self) -> bool:
+        """Whether a prompt may be larger than the free part of the pool.
+
+        Only where what is evicted between its chunks is sure to become free blocks: in ``naive``
+        a few scattered survivors would keep them all, and the request would be preempted.
+        """
+        config = self.config
+        return config.evict_during_prefill and config.relocates and self.evictor.policy.evicts
 
     def pool_state(self) -> dict[str, float]:
         """Gauges of the pool as plain numbers, named as the metrics are."""
@@ -287,6 +402,8 @@ class TokenLayer:
             "total_blocks": self._pool.num_total_blocks,
             "headroom_blocks": self.headroom_blocks,
             "in_flight_relocations": self.reclamation.num_in_flight,
+            "effective_theta_f": self.reclamation.theta_f,
+            "relocation_disabled": float(self.relocation_disabled is not None),
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Plain data shared by planner, reclamation, copy engine and the vLLM integration.
 
-Words (DESIGN): a *logical token id* is the index of a token in its request and never
+Words: a *logical token id* is the index of a token in its request and never
 changes. A *slot* is ``block_id * block_size + offset``: one token's place in the pool.
 Everything here is frozen; arrays inside are owned by the receiver and never written again.
 """

@@ -11,8 +11,11 @@ _WASTE = Row(
         Panel(
             "Waste ratio F",
             "Share of the slots of retained blocks that hold no live token (Eq. 1 of the paper). "
-            "Relocation is considered above θ_F.",
-            (Query("vtoken_waste_ratio{$S}", "{{instance}}"),),
+            "Relocation is considered above θ_F, which may adapt to the load.",
+            (
+                Query("vtoken_waste_ratio{$S}", "{{instance}}"),
+                Query("vtoken_effective_theta_f{$S}", "θ_F of {{instance}}"),
+            ),
             unit="percentunit",
             maximum=1,
             thresholds=((0.25, "orange"),),

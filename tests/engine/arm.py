@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ TEXT = Path(__file__).parents[2] / "LICENSE"
 
 def main(spec_path: str, result_path: str) -> None:
     """Start the engine of the spec, run its workloads in order, write their results."""
+    spec = json.loads(Path(spec_path).read_text())
+    prepare_environment(spec)
+    arm = Arm(spec)
+    results = {workload["name"]: arm.run(workload) for workload in spec["workloads"]}
+    Path(result_path).write_text(json.dumps(results))
+
+
+def prepare_environment(spec: dict[str, Any]) -> None:
+    """One process, V1 runner, nothing from the network; before vLLM and torch are imported."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_USE_V2_MODEL_RUNNER="0",
@@ -26,11 +36,8 @@ def main(spec_path: str, result_path: str) -> None:
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="ERROR",
         VLLM_PLUGINS="vtoken",
+        **spec.get("environment", {}),
     )
-    spec = json.loads(Path(spec_path).read_text())
-    arm = Arm(spec)
-    results = {workload["name"]: arm.run(workload) for workload in spec["workloads"]}
-    Path(result_path).write_text(json.dumps(results))
 
 
 class Arm:
@@ -64,18 +71,30 @@ class Arm:
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.layer = getattr(self.scheduler, "layer", None)
-        self.token_ids = self.llm.get_tokenizer()(TEXT.read_text())["input_ids"]
+        self.token_ids = self._make_token_ids(kwargs)
         self.num_requests = 0
+
+    def _make_token_ids(self, kwargs: dict[str, Any]) -> list[int]:
+        """A stream of tokens to cut prompts from; random where the model has no tokenizer."""
+        if kwargs.get("skip_tokenizer_init"):
+            return random.Random(0).choices(range(10, 1000), k=4000)
+        ids: list[int] = self.llm.get_tokenizer()(TEXT.read_text())["input_ids"]
+        return ids
 
     def run(self, workload: dict[str, Any]) -> dict[str, Any]:
         """Run one workload to the end; see the keys read below."""
         if workload.get("stress"):
             return self._stress(workload["stress"])
+        if workload.get("soak"):
+            from tests.engine.soak import Soak
+
+            return Soak(self, **workload["soak"]).run()
+        if workload.get("sharing"):
+            return self._sharing(workload["sharing"])
         from vllm import SamplingParams
 
         if workload.get("patch"):
-            answer = self.core.vtoken_call("set_policy", {"changes": workload["patch"]})
-            assert "ok" in answer, answer
+            self._patch(workload["patch"])
         before = self._counters()
         params = SamplingParams(
             temperature=workload.get("temperature", 0.0),
@@ -85,18 +104,26 @@ class Arm:
             detokenize=False,
         )
         ids = []
-        for start, length in workload["prompts"]:
+        prompts = workload.get("prompt_tokens") or [
+            self.token_ids[start : start + length] for start, length in workload["prompts"]
+        ]
+        options = workload.get("options", [None] * len(prompts))
+        for prompt, params.extra_args in zip(prompts, options, strict=True):
             ids.append(f"r{self.num_requests}")
             self.num_requests += 1
-            prompt = {"prompt_token_ids": self.token_ids[start : start + length]}
-            self.engine.add_request(ids[-1], prompt, params)
-        outputs, trace = self._drain()
+            self.engine.add_request(ids[-1], {"prompt_token_ids": prompt}, params)
+        try:
+            outputs, trace = self._drain(dict(workload.get("patch_steps", [])))
+        except Exception as error:
+            if not workload.get("may_stop"):
+                raise
+            return {"stopped": f"{type(error).__name__}: {error}"}
         self._settle()
         return {
             "ids": ids,
             "tokens": [list(outputs[i].outputs[0].token_ids) for i in ids],
             "logprobs": [_logprobs(outputs[i]) for i in ids],
-            "prompts": [self.token_ids[s : s + n] for s, n in workload["prompts"]],
+            "prompts": prompts,
             "trace": trace,
             "counters": _difference(self._counters(), before),
             "evictions": self._evictions(),
@@ -104,14 +131,17 @@ class Arm:
             "total_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             "finish_reasons": [outputs[i].outputs[0].finish_reason for i in ids],
             "classes": self._classes(),
+            "mode": self.layer.config.mode if self.layer else "off",
+            "relocation_disabled": self.layer and self.layer.relocation_disabled,
+            "receipts": [self._receipt((o or {}).get("vtoken_receipt")) for o in options],
         }
 
     def _stress(self, options: dict[str, Any]) -> dict[str, Any]:
         """Random lengths, shared prefixes and aborts in every phase; see stress.py."""
-        from tests.engine.stress import Stress
+        from tests.engine.stress import Stress, StressOptions
 
         before = self._counters()
-        report = Stress(self, **options).run()
+        report = Stress(self, StressOptions(**options)).run()
         self._settle()
         pool = self.scheduler.kv_cache_manager.block_pool
         return {
@@ -122,9 +152,31 @@ class Arm:
             "num_tables": len(self.layer.requests),
         }
 
-    def _drain(self) -> tuple[dict[str, Any], list[list[float]]]:
+    def _sharing(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Half-shared prompts, with every block that others may read under audit."""
+        from tests.engine.sharing import Sharing, SharingOptions
+
+        before = self._counters()
+        report = Sharing(self, SharingOptions(**options)).run()
+        self._settle()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            **report,
+            "counters": _difference(self._counters(), before),
+            "free_blocks": pool.get_num_free_blocks(),
+            "total_blocks": pool.num_gpu_blocks - 1,
+        }
+
+    def _patch(self, changes: dict[str, Any]) -> None:
+        answer = self.core.vtoken_call("set_policy", {"changes": changes})
+        assert "ok" in answer, answer
+
+    def _drain(self, patches: dict[int, Any]) -> tuple[dict[str, Any], list[list[float]]]:
+        """Step to the end; ``patches``: step to the changes made before it."""
         outputs, trace = {}, []
         while self.engine.has_unfinished_requests():
+            if len(trace) in patches:
+                self._patch(patches[len(trace)])
             for output in self.engine.step():
                 if output.finished:
                     outputs[output.request_id.split("-")[0]] = output
@@ -161,6 +213,9 @@ class Arm:
         log = [[i.split("-")[0], n, ids] for i, n, ids in self.scheduler.eviction_log]
         self.scheduler.eviction_log.clear()
         return log
+
+    def _receipt(self, key: str | None) -> dict[str, Any] | None:
+        return self.core.vtoken_call("receipt", {"key": key})["ok"] if key else None
 
     def _classes(self) -> dict[str, str]:
         worker = self.core.model_executor.driver_worker.worker
@@ -207,6 +262,14 @@ def _fail_every_third_copy() -> None:
     KVPool.copy = flaky
 
 
+def _mix_up_every_copy() -> None:
+    """A copy engine that reports success and gives each token another one's bytes."""
+    from vtoken.kv_pool import KVPool
+
+    copy = KVPool.copy
+    KVPool.copy = lambda self, src_slots, dst_slots: copy(self, src_slots.roll(1), dst_slots)
+
+
 def _break_random_policy() -> None:
     """A policy that answers with protected, dead and too few tokens in turn."""
     import itertools
@@ -227,6 +290,7 @@ def _break_random_policy() -> None:
 MUTANTS = {
     "no_copy": _skip_every_copy,
     "flaky_copy": _fail_every_third_copy,
+    "corrupt_copy": _mix_up_every_copy,
     "broken_policy": _break_random_policy,
 }
 

@@ -1,4 +1,4 @@
-"""The dense oracle (DESIGN §11): a model without cache, pages or vLLM.
+"""The dense oracle: a model without cache, pages or vLLM.
 
 The finished sequence runs once through the plain Hugging Face model in fp32 with eager
 attention and an explicit mask built from the eviction log. It catches what no check of tables

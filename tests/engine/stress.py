@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-SHARED_PREFIX_TOKENS = 160
+
+@dataclass(frozen=True)
+class StressOptions:
+    """How much of what.
+
+    Attributes:
+        num_requests: submitted in all, unless ``max_seconds`` come first.
+        concurrency: requests alive at once.
+        seed: of everything that is drawn.
+        changes: live changes of the policy document, one of which is made now and then.
+        prompt_tokens: shortest and longest private part of a prompt.
+        output_tokens: fewest and most tokens to generate.
+        shared_tokens: length of the prefix that half of the prompts share.
+        num_families: how many such prefixes there are.
+        max_seconds: no request is submitted later than this; 0: no limit.
+        tracks_owners: follow each block from request to request; costs time in every step.
+    """
+
+    num_requests: int
+    concurrency: int
+    seed: int
+    changes: Sequence[dict[str, Any]]
+    prompt_tokens: tuple[int, int] = (20, 400)
+    output_tokens: tuple[int, int] = (1, 100)
+    shared_tokens: int = 160
+    num_families: int = 1
+    max_seconds: float = 0.0
+    tracks_owners: bool = True
 
 
 class Stress:
@@ -16,19 +46,20 @@ class Stress:
     """
 
     def __init__(
-        self, arm: Any, num_requests: int, concurrency: int, seed: int, policies: list[str]
+        self, arm: Any, options: StressOptions, after_step: Callable[[], None] | None = None
     ) -> None:
+        """``after_step`` is called after every engine step."""
         self._arm = arm
-        self._random = random.Random(seed)
-        self._num_requests = num_requests
-        self._concurrency = concurrency
-        self._policies = policies
-        self._submitted = 0
+        self._options = options
+        self._after_step = after_step
+        self._random = random.Random(options.seed)
         self._alive: dict[str, int] = {}
-        self._finished: list[tuple[int, int]] = []
-        self._aborted = {"random": 0, "in_flight": 0}
         self._owner: dict[int, str] = {}
         self._num_blocks_passed_on = 0
+        self.submitted = 0
+        self.finished: list[tuple[int, int]] = []
+        self.aborted = {"random": 0, "in_flight": 0}
+        self.num_changes = 0
 
     def run(self) -> dict[str, Any]:
         """Run to the end.
@@ -38,36 +69,43 @@ class Stress:
             ``blocks_passed_on``: blocks that one running request gave up and another one, while
             the first was still running, took.
         """
-        engine = self._arm.engine
-        while self._submitted < self._num_requests or engine.has_unfinished_requests():
-            self._submit()
+        engine, start = self._arm.engine, time.monotonic()
+        while self._goes_on(start) or engine.has_unfinished_requests():
+            if self._goes_on(start):
+                self._submit()
             self._abort()
-            self._switch_policy()
+            self._change_policy()
             for output in engine.step():
                 if output.finished:
                     wanted = self._alive.pop(output.request_id, None)
                     if wanted is not None:
-                        self._finished.append((wanted, len(output.outputs[0].token_ids)))
-            self._track_owners()
+                        self.finished.append((wanted, len(output.outputs[0].token_ids)))
+            if self._options.tracks_owners:
+                self._track_owners()
+            if self._after_step is not None:
+                self._after_step()
         return {
-            "finished": self._finished,
-            "aborted": self._aborted,
+            "submitted": self.submitted,
+            "finished": self.finished,
+            "aborted": self.aborted,
+            "changes": self.num_changes,
             "blocks_passed_on": self._num_blocks_passed_on,
         }
+
+    def _goes_on(self, start: float) -> bool:
+        limit = self._options.max_seconds
+        in_time = not limit or time.monotonic() - start < limit
+        return in_time and self.submitted < self._options.num_requests
 
     def _submit(self) -> None:
         from vllm import SamplingParams
 
-        draw = self._random
-        while self._submitted < self._num_requests and len(self._alive) < self._concurrency:
-            request = f"s{self._submitted}"
-            self._submitted += 1
-            start, length = draw.randint(200, 2000), draw.randint(20, 400)
-            ids = self._arm.token_ids
-            prompt = (ids[:SHARED_PREFIX_TOKENS] if draw.random() < 0.5 else []) + ids[
-                start : start + length
-            ]
-            self._alive[request] = draw.randint(1, 100)
+        draw, options = self._random, self._options
+        while self.submitted < options.num_requests and len(self._alive) < options.concurrency:
+            request = f"s{self.submitted}"
+            self.submitted += 1
+            prompt = self._prompt()
+            self._alive[request] = draw.randint(*options.output_tokens)
             params = SamplingParams(
                 temperature=1.0,
                 max_tokens=self._alive[request],
@@ -75,6 +113,14 @@ class Stress:
                 detokenize=False,
             )
             self._arm.engine.add_request(request, {"prompt_token_ids": prompt}, params)
+
+    def _prompt(self) -> list[int]:
+        draw, options, ids = self._random, self._options, self._arm.token_ids
+        start, length = draw.randint(200, 2000), draw.randint(*options.prompt_tokens)
+        family = draw.randrange(options.num_families) if options.num_families > 1 else 0
+        shared = ids[family : family + options.shared_tokens] if draw.random() < 0.5 else []
+        prompt: list[int] = shared + ids[start : start + length]
+        return prompt
 
     def _abort(self) -> None:
         in_flight = [kv.req_id for kv in self._arm.layer.requests.values() if kv.plan]
@@ -86,13 +132,14 @@ class Stress:
     def _abort_one(self, request: str, kind: str) -> None:
         if self._alive.pop(request, None) is not None:
             self._arm.engine.abort_request([request])
-            self._aborted[kind] += 1
+            self.aborted[kind] += 1
 
-    def _switch_policy(self) -> None:
+    def _change_policy(self) -> None:
         if self._random.random() < 0.05:
-            changes = {"policy": self._random.choice(self._policies)}
+            changes = self._random.choice(self._options.changes)
             answer = self._arm.core.vtoken_call("set_policy", {"changes": changes})
             assert "ok" in answer, answer
+            self.num_changes += 1
 
     def _track_owners(self) -> None:
         running = self._arm.layer.requests

@@ -1,4 +1,4 @@
-"""With the same evictions, outputs do not depend on where tokens lie (DESIGN §4)."""
+"""With the same evictions, outputs do not depend on where tokens lie."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ TRIGGERS = {
 
 
 def make_spec(trigger: str, **extra: Any) -> dict[str, Any]:
-    """Six requests of 240 + 64 tokens, budget 96, in 64 blocks: live tokens fit, holes do not."""
+    """Eight requests of 240 + 64 tokens, budget 96, in 64 blocks: live tokens of seven fit, the
+    holes of four do not. One block of headroom, or admission itself keeps the pressure away."""
     return {
         "vtoken": {
             "mode": "lazy",
@@ -32,6 +33,7 @@ def make_spec(trigger: str, **extra: Any) -> dict[str, Any]:
             "recent_tokens": 8,
             "evict_interval_tokens": 8,
             "max_source_blocks": 6,
+            "headroom_blocks": 1,
             "record_evictions": True,
             "verify": "full",
             **TRIGGERS[trigger],
@@ -44,7 +46,7 @@ def make_spec(trigger: str, **extra: Any) -> dict[str, Any]:
         "workloads": [
             {
                 "name": "pressure",
-                "prompts": make_prompts((240,) * 6, step=41),
+                "prompts": make_prompts((240,) * 8, step=41),
                 "max_tokens": 64,
                 "logprobs": 5,
             }
@@ -67,8 +69,9 @@ def test_preemption_is_avoided_and_outputs_stay_exact(
     result = run_arm(make_spec(trigger))["pressure"]
     counters = result["counters"]
     assert counters["preemptions_total"] == 0
-    assert counters["preemptions_avoided_total"] >= 3
-    assert (counters["urgent_relocations_total"] >= 3) or trigger == "early"
+    num_urgent = counters["urgent_relocations_total"]
+    num_early = counters["preemptions_avoided_total"] - num_urgent
+    assert (num_early if trigger == "early" else num_urgent) >= 3, counters
     verdict = oracle.judge(result)
     assert verdict.num_mismatches == 0, verdict
     assert verdict.max_logprob_error < MAX_LOGPROB_ERROR, verdict

@@ -19,7 +19,7 @@ def make_spec() -> dict[str, Any]:
         "num_requests": NUM_REQUESTS,
         "concurrency": 14,
         "seed": 1,
-        "policies": ["none", "streaming_llm", "random"],
+        "changes": [{"policy": p} for p in ("none", "streaming_llm", "random")],
     }
     return {
         "vtoken": {

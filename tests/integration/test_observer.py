@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,7 @@ class Worker:
         *,
         ended: tuple[str, ...] = (),
         want: tuple[str, ...] = (),
+        own: Mapping[str, frozenset[str]] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """New tokens per request; returns the report and accounts for it in the model."""
         for req_id in ended:
@@ -107,7 +110,7 @@ class Worker:
             for name, q in zip(LAYERS, query, strict=True):
                 self.observer.step.observe(name, q, self.views[name], scale=SCALE, soft_cap=0.0)
         self._account(batch, observe, query.numpy())
-        return self.observer.end(want)
+        return self.observer.end(want, own)
 
     def _account(
         self, batch: dict[str, int], observe: dict[str, Observe], query: np.ndarray
@@ -127,6 +130,8 @@ class Worker:
                     token["history"] = (token["history"] << 1 | int(m > 1 / length)) % 2**64
             for token in tokens:
                 token["seen"] = True
+                if in_prefill:
+                    token["seen in prefill"] = True
 
     def _mass(self, layer: int, query: np.ndarray, tokens: list[dict[str, Any]]) -> np.ndarray:
         view = self.views[LAYERS[layer]]
@@ -137,7 +142,8 @@ class Worker:
         """Every reported value equals the model's."""
         for req_id, signals in report.items():
             tokens = self.tokens[req_id]
-            assert signals.num_observed == sum("seen" in t for t in tokens)
+            seen = [sum(name in t for t in tokens) for name in ("seen", "seen in prefill")]
+            assert signals.num_observed == min(seen)
             for name, key in (("sum", "sum"), ("prefill", "prefill"), ("last", "last")):
                 expected = [t[key] for t in tokens]
                 np.testing.assert_allclose(
@@ -199,14 +205,37 @@ def test_key_signals_alone_need_no_buffers_and_count_as_observed() -> None:
     torch.testing.assert_close(torch.from_numpy(report.values["key_norm"]), sum(norms) / 2)
 
 
-def test_a_change_of_signals_starts_from_zero() -> None:
-    """Scores that another policy had accumulated are not mistaken for this one's."""
-    worker = Worker()
+def test_a_signal_that_joins_starts_from_zero() -> None:
+    """Another signal's observations are not mistaken for its own; the old one goes on."""
+    old, new = frozenset({"attention_sum"}), frozenset({"attention_last"})
+    worker = Worker(ObservationSpec(old, SAMPLED))
+    worker.step({"a": 6}, {"a": Observe(2, True)})
+    worker.spec = ObservationSpec(old | new, SAMPLED)
+    for names, num_observed in ((old, 6), (new, 0), (old | new, 0)):
+        report = worker.step({"a": 1}, {}, want=("a",), own={"a": names})["a"]
+        assert (report.num_observed, report.values.keys()) == (num_observed, names)
+        if names == new:
+            assert not report.values["attention_last"].any()
+    worker.step({"a": 1}, {"a": Observe(1, False)})
+    worker.evict("a", [1, 4])
+    report = worker.step({"a": 1}, {"a": Observe(1, False)}, want=("a",))["a"]
+    assert report.num_observed == len(worker.tokens["a"])
+    for name in ("sum", "last"):
+        expected = [token[name] for token in worker.tokens["a"]]
+        np.testing.assert_allclose(report.values["attention_" + name], expected, atol=1e-6)
+
+
+def test_a_signal_that_leaves_takes_no_other_along() -> None:
+    """Requests with a policy of their own come and go without cost to the others' scores."""
+    worker = Worker(ObservationSpec(frozenset({"attention_sum", "key_norm"}), SAMPLED))
     worker.step({"a": 6}, {"a": Observe(2, True)})
     worker.spec = ObservationSpec(frozenset({"attention_sum"}), SAMPLED)
-    report = worker.step({"a": 1}, {}, want=("a",))["a"]
-    assert report.num_observed == 0
-    assert not report.values["attention_sum"].any()
+    worker.step({"a": 1}, {})
+    worker.spec = ObservationSpec(frozenset({"attention_sum", "attention_history"}), SAMPLED)
+    report = worker.step({"a": 1}, {}, want=("a",), own={"a": frozenset({"attention_sum"})})["a"]
+    assert report.num_observed == 6
+    expected = [token["sum"] for token in worker.tokens["a"]]
+    np.testing.assert_allclose(report.values["attention_sum"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 16, 30, 80])

@@ -1,5 +1,7 @@
 """The worker core: order of joins, reports that do not depend on timing, verification."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -184,6 +186,21 @@ def test_lost_copy_changes_the_digest(pool):
     run_step(core, StepMessage(relocation=make_batch(verify=True)), ["a"], [1], [6])
     _, report = run_step(core, None, ["a"], [1], [7])
     assert report.verified[0].digest_before != report.verified[0].digest_after
+
+
+def test_failed_copy_is_no_violation(pool):
+    """Its destinations hold garbage, as every failed copy's: it is rolled back, not hashed."""
+
+    class Failing(LazyEngine):
+        def poll(self):
+            return tuple(dataclasses.replace(r, error="boom") for r in super().poll())
+
+    core = make_core(pool, Failing(pool))
+    start_request(core)
+    run_step(core, StepMessage(relocation=make_batch(verify=True)), ["a"], [1], [6])
+    _, report = run_step(core, None, ["a"], [1], [7])
+    assert [c.error for c in report.copies] == ["boom"]
+    assert report.verified == ()
 
 
 def test_relocation_of_an_aborted_request_still_settles(pool):

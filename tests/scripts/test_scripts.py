@@ -14,7 +14,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = [".ci/run", "scripts/_env.sh", "scripts/check", "scripts/serve", "scripts/test"]
+SCRIPTS = [
+    ".ci/run",
+    "scripts/_env.sh",
+    "scripts/bench_bookkeeping",
+    "scripts/bench_step_time",
+    "scripts/check",
+    "scripts/serve",
+    "scripts/soak",
+    "scripts/test",
+]
 REQUIREMENT_FILES = sorted((ROOT / "requirements").glob("*.txt"))
 PROJECT_FILES = [
     *REQUIREMENT_FILES,

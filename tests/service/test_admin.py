@@ -66,7 +66,8 @@ def test_patch_with_unreadable_version_is_a_bad_request(door, engine, header):
         ({"budget_tokens": 1}, "budget_tokens", "budget_tokens >"),
         ({"keep_ratio": 0.5, "budget_tokens": 512}, "keep_ratio|budget_tokens", "exactly one"),
         ({"theta": 0.5}, "theta", "theta_f"),
-        ({"mode": "naive"}, "mode", "known fields"),
+        ({"mode": "off"}, "mode", "naive or lazy"),
+        ({"seed": 1}, "seed", "known fields"),
     ],
 )
 def test_patch_refuses_with_field_and_bound(door, engine, changes, field, in_bound):

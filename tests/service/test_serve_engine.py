@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -238,6 +239,128 @@ def test_bad_requests_have_the_openai_error_body(client):
         client.completions.create(model="no-such-model", prompt="Hi")
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model=MODEL, prompt="word " * 4000, max_tokens=1)
+
+
+PROMPT = "Once upon a time, in a small village by the sea, there lived an old fisherman. " * 12
+BUDGETS = {"h2o": 120, "random": 64}
+MAX_TOKENS = 70
+INTERVAL = 16
+
+
+def xargs(**ours: object) -> dict[str, object]:
+    """``extra_body`` with ``vtoken_*`` keys, for a full-length answer."""
+    return {
+        "ignore_eos": True,
+        "vllm_xargs": {f"vtoken_{name}": value for name, value in ours.items()},
+    }
+
+
+def ask(client: openai.OpenAI, *, chat: bool, stream: bool, **ours: object):
+    """One answer: ``(usage, receipt, number of events)``, through the official client.
+
+    Each combination has its own prompt, so that no two running requests share a block.
+    """
+    prompt = f"{stream} {ours}. {PROMPT}"
+    request = {"model": MODEL, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": stream}
+    request["extra_body"] = xargs(**ours)
+    if stream:
+        request["stream_options"] = {"include_usage": True}
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        answer = client.chat.completions.create(messages=messages, **request)
+    else:
+        answer = client.completions.create(prompt=prompt, **request)
+    if not stream:
+        return answer.usage, getattr(answer, "vtoken", None), 1
+    chunks = list(answer)
+    usage = next(chunk.usage for chunk in chunks if chunk.usage)
+    assert len({chunk.id for chunk in chunks}) == 1
+    return usage, getattr(chunks[-1], "vtoken", None), len(chunks)
+
+
+def expected_evictions(prompt_tokens: int, budget: int) -> int:
+    """At the end of prefill and at every interval, until the last token is sampled."""
+    last = prompt_tokens + (MAX_TOKENS - 2) // INTERVAL * INTERVAL
+    return last - budget
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_concurrent_requests_get_their_own_policy_and_budget(server, client, chat, stream):
+    """Exact numbers of evicted tokens in the receipts, equal to what the metrics counted."""
+    before = server.metrics()
+    jobs = [{"policy": policy, "budget_tokens": budget} for policy, budget in BUDGETS.items()]
+    jobs += [{"evict": False}, {"policy": "streaming_llm", "protect": "0:100"}]
+    with ThreadPoolExecutor() as pool:
+        futures = [
+            pool.submit(ask, client, chat=chat, stream=stream, receipt=True, **j) for j in jobs
+        ]
+        answers = [future.result() for future in futures]
+    for job, (usage, receipt, num_events) in zip(jobs, answers, strict=True):
+        assert usage.completion_tokens == MAX_TOKENS
+        assert num_events > MAX_TOKENS // 2 or not stream
+        assert receipt["num_sequences"] == 1
+        assert receipt["policy"] == job.get("policy", "none")
+        evicted = 0
+        if "budget_tokens" in job:
+            evicted = expected_evictions(usage.prompt_tokens, job["budget_tokens"])
+        elif "protect" in job:  # 100 protected and 32 recent tokens are more than the budget
+            evicted = expected_evictions(usage.prompt_tokens, 100 + 32)
+        assert receipt["evicted_tokens"] == evicted, job
+        assert receipt["live_tokens"] == usage.prompt_tokens + MAX_TOKENS - 1 - evicted
+    etag = server.admin("GET", "/admin/policy").headers["ETag"]
+    assert {f'"{receipt["policy_version"]}"' for _, receipt, _ in answers} == {etag}
+
+    def counted(name: str) -> float:
+        return sum(server.metrics()[name].values()) - sum(before[name].values())
+
+    for field in ("evicted_tokens", "freed_blocks"):
+        total = sum(receipt[field] for _, receipt, _ in answers)
+        assert total > 0
+        if field == "freed_blocks" and chat:
+            continue  # the template's first block is shared: letting go of it frees nothing
+        wait_for(lambda n=f"vtoken_{field}_total", t=total: counted(n) == t, 10)
+
+
+def test_receipt_covers_all_sequences_and_stop_strings(client):
+    """Two prompts with two answers each, and one that the API process ends at a stop string."""
+    answer = client.completions.create(
+        model=MODEL, prompt=[PROMPT, PROMPT], n=2, max_tokens=20, extra_body=xargs(receipt=True)
+    )
+    assert len(answer.choices) == answer.vtoken["num_sequences"] == 4
+    prompt_tokens = answer.usage.prompt_tokens  # of two prompts
+    assert answer.vtoken["evicted_tokens"] == 2 * prompt_tokens + 4 * INTERVAL - 4 * 96
+    stopped = client.completions.create(
+        model=MODEL, prompt=PROMPT, stop=["e"], max_tokens=50, extra_body=xargs(receipt=True)
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.vtoken["num_sequences"] == 1
+    assert stopped.vtoken["evicted_tokens"] > 0
+
+
+def test_clients_that_do_not_ask_see_nothing_of_it(client):
+    """Neither in the answer nor among the events."""
+    assert ask(client, chat=True, stream=False, keep_ratio=0.5)[1] is None
+    assert ask(client, chat=True, stream=True, keep_ratio=0.5)[1] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "param"),
+    [
+        ({"policy": "h20"}, "vtoken_policy"),
+        ({"keep_ratio": 1.5}, "vtoken_keep_ratio"),
+        ({"budget_tokens": 8}, "vtoken_budget_tokens"),
+        ({"polcy": "h2o"}, "vtoken_polcy"),
+    ],
+)
+def test_wrong_options_are_bad_requests(client, chat, stream, ours, param):
+    """Before a stream begins; the official client raises, with the field as ``param``."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, chat=chat, stream=stream, **ours)
+    assert caught.value.param == param
+    assert f"{param}=" in caught.value.message
 
 
 def test_metrics_have_both_families(server):

@@ -28,13 +28,19 @@ SAMPLES = {
     "sink_tokens": "2",
     "recent_tokens": "8",
     "evict_interval_tokens": "32",
+    "evict_during_prefill": "true",
+    "evict_free_ratio": "0.5",
     "theta_f": "0.5",
+    "theta_f_mode": "adaptive",
+    "theta_f_min": "0.01",
+    "theta_f_max": "0.75",
     "low_watermark_ratio": "0.75",
     "headroom_blocks": "9",
     "max_source_blocks": "16",
     "check_interval_steps": "3",
     "verify": "full",
     "record_evictions": "true",
+    "relocate_shared": "true",
     "score_layers": "9,0",
     "score_interval_steps": "5",
     "score_window_tokens": "3",
@@ -43,15 +49,17 @@ SAMPLES = {
 EXPECTED = {
     **{n: int(v) for n, v in SAMPLES.items() if v.isdigit()},
     **{n: float(v) for n, v in SAMPLES.items() if "." in v},
-    **{n: SAMPLES[n] for n in ("mode", "policy", "verify")},
+    **{n: SAMPLES[n] for n in ("mode", "policy", "theta_f_mode", "verify")},
     "policy_args": {"a": 1},
     "score_layers": (0, 9),
+    "evict_during_prefill": True,
     "record_evictions": True,
+    "relocate_shared": True,
 }
 
 
 def flag_arguments(name: str) -> list[str]:
-    if name == "record_evictions":
+    if EXPECTED[name] is True:
         return [flags.flag_name(name)]
     return [flags.flag_name(name), SAMPLES[name]]
 

@@ -8,7 +8,7 @@ the validation of the answer are shared code, here and in :mod:`vtoken.eviction`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -170,6 +170,20 @@ def protected_tokens(view: LiveView, sink_tokens: int, recent_tokens: int) -> Bo
     protected = np.zeros(len(view.live_ids), np.bool_)
     protected[:first] = protected[last:] = True
     return protected
+
+
+def protect_spans(view: LiveView, spans: Sequence[tuple[int, int]], protected: BoolArray) -> None:
+    """Mark the tokens ``start … end - 1`` of each span, as far as they belong to the prompt.
+
+    Args:
+        view: the request.
+        spans: ascending, not overlapping.
+        protected: ``[n]`` changes.
+    """
+    for span in spans:
+        ends = np.minimum(span, view.num_prompt_tokens)
+        start, end = view.live_ids.searchsorted(ends)
+        protected[start:end] = True
 
 
 def checked_victims(

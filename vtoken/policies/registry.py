@@ -6,7 +6,9 @@ when a policy is first asked for, so installing one costs an engine without it n
 
 from __future__ import annotations
 
-from functools import cache
+import json
+from collections.abc import Mapping
+from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -23,6 +25,7 @@ from vtoken.policies.scissorhands import ScissorhandsPolicy
 from vtoken.policies.snapkv import SnapKVPolicy
 from vtoken.policies.streaming_llm import StreamingLLMPolicy
 from vtoken.policies.tova import TOVAPolicy
+from vtoken.request_options import PREFIX
 
 GROUP = "vtoken.policies"
 """Entry point group of policies from other packages; the point's name is the policy's."""
@@ -52,16 +55,36 @@ def make_policy(config: VTokenConfig) -> EvictionPolicy:
         ConfigError: no policy has that name, an argument is unknown or out of bounds, or a
             policy of another package cannot be used (says which and why).
     """
+    return _make(config.policy, config.policy_args, config.seed)
+
+
+@lru_cache(maxsize=256)
+def policy_for(name: str, args_json: str, seed: int) -> EvictionPolicy:
+    """The policy of requests that name their own; equal names and arguments share one object.
+
+    Args:
+        name: of the policy.
+        args_json: its arguments as a JSON object.
+        seed: see :class:`EvictionPolicy`.
+
+    Raises:
+        ConfigError: as :func:`make_policy`, with the keys of ``vllm_xargs`` as field names.
+    """
+    try:
+        return _make(name, json.loads(args_json), seed)
+    except ConfigError as error:
+        raise ConfigError(PREFIX + error.field, error.value, error.bound) from error
+
+
+def _make(name: str, args: Mapping[str, Any], seed: int) -> EvictionPolicy:
     try:
         known = all_policies()
     except PolicyError as error:
-        raise ConfigError("policy", config.policy, str(error)) from error
-    cls = known.get(config.policy)
+        raise ConfigError("policy", name, str(error)) from error
+    cls = known.get(name)
     if cls is None:
-        raise ConfigError(
-            "policy", config.policy, unknown_field_hint(config.policy, set(known), "policies")
-        )
-    return cls(config.seed, **config.policy_args)
+        raise ConfigError("policy", name, unknown_field_hint(name, set(known), "policies"))
+    return cls(seed, **args)
 
 
 def catalogue() -> list[dict[str, Any]]:

@@ -4,6 +4,9 @@ The headroom is carved out of the pool. Waiting requests never get it. Running r
 for one block, which stays as destination of urgent relocations: before vLLM preempts, live
 tokens are packed at once and the freed blocks are handed over. A request that runs alone may
 take everything, so holding blocks back can delay but never stop the engine.
+
+With ``evict_during_prefill`` a prompt need not fit as a whole: it is admitted when its budget
+fits, and computed in chunks that leave half of the free blocks to others.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtoken.integration.vllm.compat.scheduler_side import is_running, is_waiting
+from vtoken.integration.vllm.options import options_of
 from vtoken.ports import BlockPoolPort
 from vtoken.token_layer import TokenLayer
 
@@ -26,6 +30,7 @@ class Backpressure:
         self._layer = layer
         self._pool = pool
         self._num_running = num_running
+        self._granted: set[str] = set()
         self._held_back = False
         self._held_since: float | None = None
 
@@ -41,9 +46,36 @@ class Backpressure:
         # Destinations in flight are headroom at work: they need not be reserved again.
         return max(0, headroom - self._layer.reclamation.blocks_in_flight())
 
+    def admission_blocks(self, request: Any) -> int | None:
+        """What the request keeps, and one block in which its next chunk begins.
+
+        A request with a policy or protected spans of its own must fit as a whole: it may keep
+        more than its budget.
+        """
+        layer, options = self._layer, options_of(request)
+        if not layer.admits_in_parts or options.policy_key is not None or options.protect:
+            return None
+        if not self._num_running():
+            return 0
+        num_tokens: int = request.num_tokens
+        kept = min(num_tokens, options.target_live_tokens(layer.config, num_tokens))
+        return -(-kept // self._pool.block_size) + 1
+
+    def max_step_tokens(self) -> int | None:
+        """Tokens of a step such that no chunk of a prefill takes more than half of the free
+        blocks; None without limit."""
+        if not self._layer.admits_in_parts:
+            return None
+        free = self._pool.num_free_blocks() - self._layer.headroom_blocks
+        return self._num_running() + max(1, free // 2) * self._pool.block_size
+
     def make_room(self, request: Any) -> bool:
         """Pack the most wasteful request at once, for a running request only."""
-        return is_running(request) and self._layer.config.relocates and self._layer.reclaim_now()
+        return is_running(request) and self._layer.reclaim_now(self._granted)
+
+    def granted(self, request: Any) -> None:
+        """Remember whose blocks of this step are settled."""
+        self._granted.add(request.request_id)
 
     def rescued(self, request: Any) -> None:
         """Count a preemption that did not happen."""
@@ -59,6 +91,7 @@ class Backpressure:
     def step_begins(self) -> None:
         """Before vLLM schedules."""
         self._held_back = False
+        self._granted.clear()
 
     def step_decided(self) -> None:
         """After vLLM has scheduled: account for the step and the time since the last one."""

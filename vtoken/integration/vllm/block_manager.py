@@ -1,4 +1,4 @@
-"""The block-pool port over vLLM's own pool (DESIGN §3, "Blocks").
+"""The block-pool port over vLLM's own pool.
 
 vLLM sizes allocation by the *length* of a request's block list. So a freed place keeps the
 null block and a destination takes the place of a freed source: length, tail and block table
@@ -46,6 +46,11 @@ class VLLMBlockPool:
         counts = np.fromiter((blocks[i].ref_cnt for i in block_ids), np.int64, len(block_ids))
         shared: BoolArray = (counts > 1) | (block_ids == 0)
         return shared
+
+    def references(self, block_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """``ref_cnt`` of each block."""
+        blocks = self._blocks
+        return np.fromiter((blocks[i].ref_cnt for i in block_ids), np.int64, len(block_ids))
 
     def new_blocks(self, req_id: str, start: int) -> NDArray[np.int32]:
         """Ids of the request's block list from ``start`` on."""

@@ -1,4 +1,4 @@
-"""The control channel: one utility method on vLLM's EngineCore (DESIGN §3, "Admin").
+"""The control channel: one utility method on vLLM's EngineCore.
 
 The API process calls it by name over vLLM's own socket; EngineCore runs it between steps, so
 a change takes effect on the next step and never in the middle of one.
@@ -84,6 +84,7 @@ def _state(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
         "pool": layer.pool_state(),
         "requests": [_request_state(scheduler, req_id) for req_id in layer.requests],
         "relocations": list(scheduler.recent_relocations),
+        "relocation_disabled": layer.relocation_disabled,
         "skips": {labels[0]: value for labels, value in skips},
         "engine": {"running": num_running, "waiting": num_waiting, "steps": scheduler.num_steps},
     }
@@ -95,6 +96,7 @@ def _request_state(scheduler: VTokenSchedulerMixin, req_id: str) -> Payload:
     return {
         "request_id": req_id,
         "status": request.status.name.lower(),
+        "policy": scheduler.layer.evictor.policy_of(kv).name,
         "num_tokens": request.num_tokens,
         "num_computed_tokens": request.num_computed_tokens,
         "live_tokens": kv.table.num_live,
@@ -112,6 +114,10 @@ def _evictions(scheduler: VTokenSchedulerMixin, payload: Payload) -> list[Any]:
     return list(scheduler.eviction_log)
 
 
+def _receipt(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    return scheduler.layer.receipt(payload["key"])
+
+
 OPERATIONS: dict[str, Callable[[VTokenSchedulerMixin, Payload], Any]] = {
     "snapshot": _snapshot,
     "get_policy": _get_policy,
@@ -119,4 +125,5 @@ OPERATIONS: dict[str, Callable[[VTokenSchedulerMixin, Payload], Any]] = {
     "state": _state,
     "policies": _policies,
     "evictions": _evictions,
+    "receipt": _receipt,
 }

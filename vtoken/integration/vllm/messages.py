@@ -67,6 +67,8 @@ class StepMessage:
         observe: per request, which of its queries in this step are observed.
         want_signals: requests whose signals must be reported with this step, each with the
             ids of its live tokens, this step's included (the worker needs only the names).
+        own_signals: for requests of ``want_signals`` whose policy needs less than
+            ``observation`` says, what it needs; the report has these signals only.
         report_rows: tests only: report every row of this step's requests back.
     """
 
@@ -77,6 +79,7 @@ class StepMessage:
     kept: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
     observe: Mapping[str, Observe] = field(default_factory=dict)
     want_signals: Mapping[str, IdArray] = field(default_factory=dict)
+    own_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)
     report_rows: bool = False
 
 
@@ -95,8 +98,16 @@ class SignalReport:
 
 @dataclass(frozen=True, eq=False)
 class VerifyResult:
-    """Digests of one request's K/V bytes around a relocation (I1)."""
+    """Digests of one request's K/V bytes around a relocation (I1) whose copy was reported done.
 
+    Attributes:
+        ticket: the batch.
+        req_id: whose tokens moved.
+        num_tokens: tokens hashed.
+        digest_before, digest_after: equal unless bytes were lost.
+    """
+
+    ticket: int
     req_id: str
     num_tokens: int
     digest_before: str

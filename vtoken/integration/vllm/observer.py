@@ -1,4 +1,4 @@
-"""Observes attention in the worker (DESIGN §5): queries of sampled layers over live slots.
+"""Observes attention in the worker: queries of sampled layers over live slots.
 
 Order within one step: ``update_rows`` after the slot rows were set, ``begin`` once the batch is
 known, then each sampled layer calls ``step.observe`` from its forward, and ``end`` accumulates.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,21 +120,36 @@ class Observer:
         ]
         self.step = StepObserver(frozenset(self._sampled), groups)
 
-    def end(self, wanted: Iterable[str]) -> dict[str, SignalReport]:
-        """After the forward: accumulate what was observed, and read out what is wanted."""
+    def end(
+        self, wanted: Iterable[str], own: Mapping[str, frozenset[str]] = MappingProxyType({})
+    ) -> dict[str, SignalReport]:
+        """After the forward: accumulate what was observed, and read out what is wanted.
+
+        Args:
+            wanted: requests to report.
+            own: signals of those that need less than everything.
+        """
         step, self.step = self.step, None
         if step is not None:
             for group in step.groups:
                 mean = group.mass / len(self._sampled)
                 self._signals.add(group.rows, mean, group.lens, group.in_prefill)
-        return {req_id: self._report(req_id) for req_id in wanted} if self._spec else {}
+        if self._spec is None:
+            return {}
+        everything = self._spec.signals
+        return {req_id: self._report(req_id, own.get(req_id, everything)) for req_id in wanted}
 
     def _configure(self, spec: ObservationSpec | None) -> None:
-        """Keep buffers for these signals only; what was accumulated before is gone."""
+        """Keep buffers for these signals only.
+
+        What was accumulated of a signal that stays is kept: policies of single requests come
+        and go, and must not cost others their scores.
+        """
         self._spec = spec
         signals = frozenset() if spec is None else spec.signals
         shape = self._rows.table.shape if signals & ATTENTION_SIGNALS else (0, 0)
-        self._signals = SignalRows(signals, *shape)
+        before, self._signals = self._signals, SignalRows(signals, *shape)
+        self._signals.take_over(before)
         names = list(self._layers)
         layers = (spec and spec.layers) or default_layers(len(names))
         self._sampled = {names[i]: self._layers[names[i]] for i in layers}
@@ -141,19 +157,17 @@ class Observer:
     def _row(self, req_id: str) -> int:
         return int(self._rows.rows([req_id])[0])
 
-    def _report(self, req_id: str) -> SignalReport:
-        assert self._spec is not None
+    def _report(self, req_id: str, names: frozenset[str]) -> SignalReport:
         row = self._row(req_id)
         length = int(self._rows.lens(np.array([row]))[0])
-        values = dict(self._signals.read(row, length)) if self._signals.signals else {}
-        values |= self._cache_signals(req_id)
-        observed = self._signals.observed(row) if self._signals.signals else length
+        accumulated = names & self._signals.signals
+        values = dict(self._signals.read(row, length, accumulated))
+        values |= self._cache_signals(req_id, names - ATTENTION_SIGNALS)
+        observed = self._signals.observed(row, accumulated) if accumulated else length
         return SignalReport(observed, values)
 
-    def _cache_signals(self, req_id: str) -> dict[str, NDArray[Any]]:
+    def _cache_signals(self, req_id: str, names: frozenset[str]) -> dict[str, NDArray[Any]]:
         """Signals that need nothing but K and V: mean over sampled layers."""
-        assert self._spec is not None
-        names = self._spec.signals - ATTENTION_SIGNALS
         if not names:
             return {}
         totals = dict.fromkeys(names, torch.zeros(()))

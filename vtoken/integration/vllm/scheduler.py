@@ -1,4 +1,4 @@
-"""vLLM's scheduler with the token layer beside it (DESIGN §1, steps 2–4 and 8).
+"""vLLM's scheduler with the token layer beside it.
 
 ``schedule`` runs vLLM's own decision first, then attaches our message; ``update_from_output``
 settles relocations before vLLM looks at the output and evicts after it.
@@ -28,8 +28,10 @@ from vtoken.integration.vllm.compat.scheduler_side import (
     fail_requests,
     guard_allocations,
     is_running,
+    limited_step,
 )
 from vtoken.integration.vllm.messages import ATTRIBUTE, StepMessage, StepReport
+from vtoken.integration.vllm.options import options_of, read_options
 from vtoken.integration.vllm.step import evict_due, step_message
 from vtoken.integration.vllm.support import check_groups, check_supported, vtoken_config
 from vtoken.request_kv import RequestKV
@@ -63,16 +65,28 @@ class VTokenSchedulerMixin(SchedulerHooks):
         self.recent_relocations: deque[dict[str, Any]] = deque(maxlen=NUM_REMEMBERED_RELOCATIONS)
         self.eviction_log: list[tuple[str, int, list[int]]] = []
         self.num_steps = 0
+        self._refused: list[str] = []
         if config.record_evictions:
             self.layer.evictor.listener = self._record_eviction
         guard_allocations(self.kv_cache_manager, self.backpressure)
+
+    def add_request(self, request: Request) -> None:
+        """As vLLM's; a request whose options are not valid ends with an error in the next step."""
+        if not read_options(request, self.layer.config.seed):
+            self._refused.append(request.request_id)
+        super().add_request(request)
 
     # -- the step --------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's schedule, with a :class:`StepMessage` attached to its output."""
         self.backpressure.step_begins()
-        output = super().schedule(*args, **kwargs)
+        max_tokens = self.backpressure.max_step_tokens()
+        if max_tokens is None:
+            output = super().schedule(*args, **kwargs)
+        else:
+            with limited_step(self, max_tokens):
+                output = super().schedule(*args, **kwargs)
         start = time.perf_counter()
         scheduled = output.num_scheduled_tokens
         message = step_message(self.layer, self.requests, scheduled, self._admit)
@@ -91,8 +105,11 @@ class VTokenSchedulerMixin(SchedulerHooks):
         report = getattr(model_runner_output, ATTRIBUTE, StepReport())
         lost = self._settle(report)
         if lost:
-            logger.error("urgent relocation failed, ending requests %s with an error", lost)
+            logger.error("relocation lost the K/V of requests %s: they end with an error", lost)
             fail_requests(self, model_runner_output, lost)
+        if self._refused:
+            fail_requests(self, model_runner_output, self._refused)
+            self._refused = []
         middle = time.perf_counter()
         result = super().update_from_output(scheduler_output, model_runner_output)
         resumed = time.perf_counter()
@@ -121,6 +138,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
             request.num_prompt_tokens,
             prefill_end=request.num_tokens,
             request_seed=zlib.crc32(prompt.tobytes()),
+            options=options_of(request),
         )
 
     def _settle(self, report: StepReport) -> list[str]:
@@ -130,12 +148,14 @@ class VTokenSchedulerMixin(SchedulerHooks):
             self.layer.check_row(req_id, row)
         if report.worker_seconds:
             stats.observe("worker_overhead_seconds", report.worker_seconds)
+        damaged: dict[int, set[str]] = {}
         for digest in report.verified:
-            self.layer.check_conservation(
+            if not self.layer.check_conservation(
                 digest.req_id, digest.num_tokens, digest.digest_before, digest.digest_after
-            )
+            ):
+                damaged.setdefault(digest.ticket, set()).add(digest.req_id)
         for copy in report.copies:
-            lost += self.layer.settle(copy.ticket, copy.error)
+            lost += self.layer.settle(copy.ticket, copy.error, damaged.get(copy.ticket, ()))
             stats.observe("relocation_copy_seconds", copy.copy_seconds)
             stats.observe("relocation_stall_seconds", copy.stall_seconds)
             stats.inc("relocated_bytes_total", copy.num_bytes)

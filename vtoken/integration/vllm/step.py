@@ -73,17 +73,20 @@ def step_message(
 def _observations(
     layer: TokenLayer, computed: list[tuple[RequestKV, int]], num_scheduled: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The fields ``observe`` and ``want_signals`` of the step's message."""
-    if layer.observation() is None:
+    """The fields ``observe``, ``want_signals`` and ``own_signals`` of the step's message."""
+    spec = layer.observation()
+    if spec is None:
         return {}
-    observe, want = {}, {}
+    observe, want, own = {}, {}, {}
     for kv, before in computed:
         after = before + num_scheduled[kv.req_id]
         if (queries := layer.to_observe(kv, before, after)) is not None:
             observe[kv.req_id] = queries
         if layer.wants_signals(kv, after):
             want[kv.req_id] = kv.table.live_ids()
-    return {"observe": observe, "want_signals": want}
+            if (signals := layer.signals_of(kv)) != spec.signals:
+                own[kv.req_id] = signals
+    return {"observe": observe, "want_signals": want, "own_signals": own}
 
 
 def relocation_batch(

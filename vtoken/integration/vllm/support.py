@@ -1,4 +1,4 @@
-"""What can be served with vToken, decided before anything is allocated (DESIGN §10).
+"""What can be served with vToken, decided before anything is allocated.
 
 Every refusal names the setting and the reason; ``--vtoken-mode off`` lifts all of them.
 """

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 class _Check:
     """A digest taken before a copy and the slots to hash again after it."""
 
+    ticket: int
     req_id: str
     digest_before: str
     slots_after: torch.Tensor
@@ -138,7 +139,9 @@ class WorkerCore:
             self._start(self._message.relocation)
         if self._observer is not None:
             with self._timed():
-                self._signals = self._observer.end(self._message.want_signals)
+                self._signals = self._observer.end(
+                    self._message.want_signals, self._message.own_signals
+                )
 
     def _start(self, batch: RelocationBatch) -> None:
         checks = list(self._hash_sources(batch)) if batch.verify else []
@@ -178,10 +181,20 @@ class WorkerCore:
         results = [*self._engine.poll(), *self._refused]
         self._settled.extend(sorted(results, key=lambda result: result.ticket))
         self._refused = []
+        # A copy that is known to have failed is rolled back: its bytes prove nothing.
+        failed = {result.ticket for result in results if result.error is not None}
         for check in self._checks:
+            if check.ticket in failed:
+                continue
             after = self._pool.digest(check.slots_after)
             self._verified.append(
-                VerifyResult(check.req_id, len(check.slots_after), check.digest_before, after)
+                VerifyResult(
+                    check.ticket,
+                    check.req_id,
+                    len(check.slots_after),
+                    check.digest_before,
+                    after,
+                )
             )
         self._checks = []
 
@@ -193,7 +206,7 @@ class WorkerCore:
                 row = self.rows.canonical(req_id)
                 before, after = row, moved_row(row, before, after)
             digest = self._pool.digest(_as_index(before))
-            yield _Check(req_id, digest, _as_index(after))
+            yield _Check(batch.ticket, req_id, digest, _as_index(after))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

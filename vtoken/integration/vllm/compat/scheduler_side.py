@@ -6,6 +6,8 @@ in which a request loses its blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -60,14 +62,32 @@ def fail_requests(scheduler: Scheduler, output: ModelRunnerOutput, req_ids: list
             output.sampled_token_ids[index] = []
 
 
+@contextmanager
+def limited_step(scheduler: Scheduler, max_num_tokens: int) -> Iterator[None]:
+    """Let the scheduler give out at most ``max_num_tokens`` inside the block."""
+    before = scheduler.max_num_scheduled_tokens
+    scheduler.max_num_scheduled_tokens = min(before, max_num_tokens)
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens = before
+
+
 class AllocationGuard(Protocol):
     """Has a say in every allocation of blocks."""
 
     def reserved_blocks(self, request: Request) -> int:
         """Free blocks that the request's allocation must leave."""
 
+    def admission_blocks(self, request: Request) -> int | None:
+        """Blocks that must be free to admit a waiting request whose prompt need not fit as a
+        whole; None if it must."""
+
     def make_room(self, request: Request) -> bool:
         """The allocation failed: free at least one block, or return False."""
+
+    def granted(self, request: Request) -> None:
+        """The request has its blocks for this step."""
 
     def rescued(self, request: Request) -> None:
         """An allocation that had failed succeeded after :meth:`make_room`."""
@@ -79,6 +99,7 @@ class AllocationGuard(Protocol):
 def guard_allocations(manager: KVCacheManager, guard: AllocationGuard) -> None:
     """Put the guard in front of ``manager.allocate_slots``, in place."""
     allocate = manager.allocate_slots
+    block_size = manager.coordinator.single_type_managers[0].block_size
 
     def allocate_slots(
         request: Request,
@@ -86,8 +107,16 @@ def guard_allocations(manager: KVCacheManager, guard: AllocationGuard) -> None:
         num_new_computed_tokens: int = 0,
         *args: Any,
         reserved_blocks: int = 0,
+        full_sequence_must_fit: bool = False,
         **kwargs: Any,
     ) -> KVCacheBlocks | None:
+        extra = guard.reserved_blocks(request)
+        needed = guard.admission_blocks(request) if full_sequence_must_fit else None
+        if needed is not None:
+            full_sequence_must_fit = False
+            total = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+            extra += max(0, needed - -(-total // block_size))
+
         def attempt(extra: int) -> KVCacheBlocks | None:
             return allocate(
                 request,
@@ -95,23 +124,24 @@ def guard_allocations(manager: KVCacheManager, guard: AllocationGuard) -> None:
                 num_new_computed_tokens,
                 *args,
                 reserved_blocks=reserved_blocks + extra,
+                full_sequence_must_fit=full_sequence_must_fit,
                 **kwargs,
             )
 
-        extra = guard.reserved_blocks(request)
         blocks = attempt(extra)
-        if blocks is not None:
-            return blocks
+        short = blocks is None
         while blocks is None and guard.make_room(request):
             blocks = attempt(extra)
-        if blocks is not None:
+        if short and blocks is not None:
             guard.rescued(request)
-        elif extra and is_running(request):
+        if blocks is None and extra and is_running(request):
             blocks = attempt(0)  # rather the last block than a preemption
-        elif extra:
+        if blocks is not None:
+            guard.granted(request)
+        elif extra and not is_running(request):
             total = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
-            size = manager.coordinator.single_type_managers[0].block_size
-            guard.refused(request, -(-total // size) - num_new_computed_tokens // size)
+            own = -(-total // block_size) - num_new_computed_tokens // block_size
+            guard.refused(request, max(own, needed or 0))
         return blocks
 
     manager.allocate_slots = allocate_slots

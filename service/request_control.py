@@ -1,0 +1,167 @@
+"""Per-request control on the way in and out: a pure-ASGI middleware around vLLM's own routes.
+
+In: ``vllm_xargs`` keys that start with ``vtoken_`` are checked before vLLM sees the request, so
+that a wrong value is a 400 for streams, too (vLLM starts a stream before the engine looks at the
+parameters). Out: with ``vtoken_receipt`` the answer ends with a receipt; see
+:mod:`service.receipts`. Requests that name nothing of ours pass unread and unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.engine_link import EngineLink
+from service.receipts import ReceiptSender
+from vtoken.config import unknown_field_hint
+from vtoken.errors import ConfigError
+from vtoken.policies.registry import policy_for
+from vtoken.request_options import KEYS, PREFIX, RequestOptions
+
+logger = logging.getLogger(__name__)
+
+WITH_RECEIPT = frozenset({"/v1/chat/completions", "/v1/completions"})
+CHECKED = WITH_RECEIPT | {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
+"""Paths whose bodies may carry ``vllm_xargs``."""
+
+MAX_BODY_BYTES = 4 * 2**20
+"""A longer body may not name anything of ours: it is not parsed here."""
+
+_MAX_MESSAGE_CHARS = 1000
+_ALWAYS_KEPT = ("sink_tokens", "recent_tokens")
+# "vtoken_" as it is, with an escaped letter, or in UTF-16 or UTF-32, which JSON allows too.
+_HINTS = (b"vtoken_", b"\\u00", b"\x00")
+
+
+class RequestControl:
+    """Checks options, and answers with receipts; finds ``app.state.vtoken`` when first asked."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, unchanged unless it asks for a receipt, or refuse it."""
+        path = scope["path"].removeprefix(scope.get("root_path", "")) if "path" in scope else ""
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in CHECKED:
+            await self._app(scope, receive, send)
+            return
+        messages = await _read(receive)
+        body = b"".join(m.get("body", b"") for m in messages)
+        if not any(hint in body for hint in _HINTS):
+            await self._app(scope, _replay(messages, receive), send)
+            return
+        state = scope["app"].state.vtoken
+        try:
+            document, options = read_options(body, state.link, path)
+        except ConfigError as error:
+            await _refusal(error)(scope, receive, send)
+            return
+        if not options.receipt:
+            await self._app(scope, _replay(messages, receive), send)
+            return
+        key = secrets.token_hex(16)
+        document["vllm_xargs"]["vtoken_receipt"] = key
+        body = json.dumps(document).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sender = ReceiptSender(send, lambda: state.link.receipt(key))
+        await self._app(_with_length(scope, len(body)), _replay(messages, receive), sender)
+
+
+def read_options(body: bytes, link: EngineLink, path: str) -> tuple[dict[str, Any], RequestOptions]:
+    """The request's document and what it says about its own eviction.
+
+    A body that vLLM will refuse as such gives no options, so that vLLM can say why.
+
+    Args:
+        body: as sent.
+        link: to the engine; knows mode and policy document.
+        path: the route.
+
+    Raises:
+        ConfigError: a key is unknown, misplaced or out of bounds, or the mode is ``off``.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        if b"vtoken_" in body:
+            bound = f"bodies that name it may have at most {MAX_BODY_BYTES} bytes"
+            raise ConfigError("vtoken_*", f"in {len(body)} bytes", bound)
+        return {}, RequestOptions()
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}, RequestOptions()
+    if not isinstance(document, dict):
+        return {}, RequestOptions()
+    _check_place(document)
+    xargs = document.get("vllm_xargs")
+    if not isinstance(xargs, dict):
+        return document, RequestOptions()
+    ours = {name: value for name, value in xargs.items() if name.startswith(PREFIX)}
+    if not ours:
+        return document, RequestOptions()
+    first = next(iter(ours))
+    if link.mode == "off":
+        bound = "this server runs in mode off, without the token layer"
+        raise ConfigError(first, ours[first], bound)
+    if document.get("use_beam_search"):
+        raise ConfigError(first, ours[first], "not together with use_beam_search")
+    return document, _checked(RequestOptions.parse(ours), link, path)
+
+
+def _checked(options: RequestOptions, link: EngineLink, path: str) -> RequestOptions:
+    """What the server knows beyond the form: policies, the present protection, the route."""
+    if isinstance(options.receipt, str):  # the key is ours to choose
+        raise ConfigError("vtoken_receipt", options.receipt, "true or false")
+    if options.receipt and path not in WITH_RECEIPT:
+        raise ConfigError("vtoken_receipt", True, f"only on {', '.join(sorted(WITH_RECEIPT))}")
+    if options.policy_key is not None:
+        policy_for(*options.policy_key, 0)
+    options.check_budget_above(sum(link.document.get(name, 0) for name in _ALWAYS_KEPT))
+    return options
+
+
+def _check_place(document: dict[str, Any]) -> None:
+    """vLLM ignores unknown fields of a body: what was meant for us must not get lost there."""
+    for name, value in document.items():
+        if name.startswith(PREFIX):
+            hint = "" if name in KEYS else "; " + unknown_field_hint(name, KEYS, "keys")
+            raise ConfigError(name, value, f"only inside vllm_xargs{hint}")
+
+
+def _refusal(error: ConfigError) -> JSONResponse:
+    """OpenAI's error body, as vLLM writes it."""
+    text = str(error)
+    if len(text) > _MAX_MESSAGE_CHARS:
+        text = text[:_MAX_MESSAGE_CHARS] + f"… is not allowed: {error.bound}"
+    body = {"message": text, "type": "BadRequestError", "param": error.field, "code": 400}
+    return JSONResponse({"error": body}, status_code=400)
+
+
+async def _read(receive: Receive) -> list[Message]:
+    """The whole body, which Starlette would collect next anyway; ends early if the client does."""
+    messages = []
+    while True:
+        message = await receive()
+        messages.append(message)
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return messages
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """First what was read, then what comes: the application still hears of a disconnect."""
+    waiting = iter(messages)
+
+    async def replay() -> Message:
+        message = next(waiting, None)
+        return await receive() if message is None else message
+
+    return replay
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    headers = [(k, v) for k, v in scope["headers"] if k.lower() != b"content-length"]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}

@@ -1,0 +1,150 @@
+"""Every policy on a real engine: budgets, protection, identity, determinism, any switch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import RunArm
+from tests.engine.tiny_model import ensure_tiny_model
+from tests.engine.workloads import make_prompts, make_workload
+from vtoken.policies.registry import POLICIES
+
+pytestmark = [pytest.mark.engine, pytest.mark.identity]
+
+EVICTING = sorted(name for name in POLICIES if POLICIES[name].evicts)
+BUDGET, SINKS, RECENT, INTERVAL, BLOCK = 96, 4, 16, 16, 16
+PROMPT_LENGTHS = (70, 150, 333, 411, 150)
+"""One below the budget, two equal ones of different texts, none a multiple of the block."""
+SWITCH_STEPS = 3
+
+
+def every_pair(names: list[str]) -> list[str]:
+    """A sequence in which each name follows each other one (an Euler circuit)."""
+    left = {name: [other for other in names if other != name] for name in names}
+    path, circuit = [names[0]], []
+    while path:
+        if left[path[-1]]:
+            path.append(left[path[-1]].pop())
+        else:
+            circuit.append(path.pop())
+    return circuit
+
+
+SWITCHES = every_pair(sorted(POLICIES))
+
+
+def make_spec(mode: str) -> dict[str, Any]:
+    """All policies one after the other, one of them again, then a switch every few steps."""
+    workloads = [
+        make_workload(policy, 60, prompts=make_prompts(PROMPT_LENGTHS), logprobs=2)
+        for policy in EVICTING
+    ]
+    again = {**workloads[0], "name": "again", "patch": {"policy": "h2o"}}
+    # Intervals shorter than a policy's turn: each evicts at least once before the next comes.
+    switching = {
+        "name": "switching",
+        "patch": {"evict_interval_tokens": 2, "score_interval_steps": 1},
+        "patch_steps": [[i * SWITCH_STEPS, {"policy": p}] for i, p in enumerate(SWITCHES)],
+        "prompts": make_prompts((130, 200)),
+        "max_tokens": len(SWITCHES) * SWITCH_STEPS,
+        "logprobs": 2,
+    }
+    return {
+        "model": str(ensure_tiny_model()),
+        "vtoken": {
+            "mode": mode,
+            "budget_tokens": BUDGET,
+            "sink_tokens": SINKS,
+            "recent_tokens": RECENT,
+            "evict_interval_tokens": INTERVAL,
+            "theta_f": 0.0,
+            "low_watermark_ratio": 1.0,
+            "record_evictions": True,
+            "verify": "full",
+        },
+        "engine": {"dtype": "bfloat16", "skip_tokenizer_init": True},
+        "workloads": [*workloads, again, switching],
+    }
+
+
+def run(run_arm: RunArm, mode: str, name: str) -> dict[str, Any]:
+    """The result of one workload."""
+    return run_arm(make_spec(mode))[name]
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_naive_and_lazy_agree_bit_for_bit(run_arm: RunArm, policy: str) -> None:
+    """Scores, victims, tokens and logprobs do not depend on where tokens lie."""
+    naive, lazy = run(run_arm, "naive", policy), run(run_arm, "lazy", policy)
+    for what in ("evictions", "tokens", "logprobs"):
+        assert naive[what] == lazy[what]
+    relocated = lazy["counters"]["relocations_total/committed"]
+    assert relocated == 0 if POLICIES[policy].whole_pages else relocated > 0
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_every_eviction_ends_exactly_at_the_budget(run_arm: RunArm, policy: str) -> None:
+    """Due at the end of the prefill and then every interval; whole pages round down."""
+    result = run(run_arm, "lazy", policy)
+    for req_id, prompt in zip(result["ids"], result["prompts"], strict=True):
+        log = [(n, ids) for name, n, ids in result["evictions"] if name == req_id]
+        dead: set[int] = set()
+        for num_tokens, ids in log:
+            assert (num_tokens - len(prompt)) % INTERVAL == 0
+            assert not dead & set(ids)
+            dead |= set(ids)
+            excess = num_tokens - len(dead) - BUDGET
+            assert 0 <= excess < BLOCK if POLICIES[policy].whole_pages else excess == 0
+        expected = [n for n in range(len(prompt), len(prompt) + 60, INTERVAL) if n > BUDGET]
+        if not POLICIES[policy].whole_pages:
+            assert [n for n, _ in log] == expected
+    assert (
+        result["counters"][f"policy_errors_total/{policy}"] == 0
+        if (f"policy_errors_total/{policy}" in result["counters"])
+        else True
+    )
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_sinks_and_recent_tokens_survive(run_arm: RunArm, policy: str) -> None:
+    """In every single eviction."""
+    for _, num_tokens, ids in run(run_arm, "lazy", policy)["evictions"]:
+        assert min(ids) >= SINKS
+        assert max(ids) < num_tokens - RECENT
+
+
+def test_policies_choose_differently(run_arm: RunArm) -> None:
+    """A policy that silently did what another does would pass everything else."""
+    chosen = {str([ids for _, _, ids in run(run_arm, "lazy", p)["evictions"]]) for p in EVICTING}
+    assert len(chosen) == len(EVICTING)
+
+
+def test_the_same_load_is_evicted_in_the_same_way(run_arm: RunArm) -> None:
+    """Scores of earlier requests in the same rows leave no trace."""
+    first, again = run(run_arm, "lazy", "h2o"), run(run_arm, "lazy", "again")
+    assert [e[1:] for e in first["evictions"]] == [e[1:] for e in again["evictions"]]
+    assert first["tokens"] == again["tokens"]
+
+
+def test_any_switch_of_policy_is_safe(run_arm: RunArm) -> None:
+    """Each policy follows each other one on running requests; nobody loses what is protected."""
+    assert set(pairwise(SWITCHES)) == {(a, b) for a in POLICIES for b in POLICIES if a != b}
+    naive, lazy = run(run_arm, "naive", "switching"), run(run_arm, "lazy", "switching")
+    for what in ("evictions", "tokens", "logprobs"):
+        assert naive[what] == lazy[what]
+    counters = lazy["counters"]
+    for policy in EVICTING:
+        assert counters[f"evicted_tokens_total/{policy}"] > 0, policy
+        assert not counters.get(f"policy_errors_total/{policy}")
+        postponed = counters[f"evictions_postponed_total/{policy}"]
+        attention = [s for s in POLICIES[policy].signals if s.startswith("attention")]
+        assert postponed > 0 if attention else postponed == 0
+    assert counters["invariant_checks_total/I1"] > 0
+    for invariant in ("I1", "I2", "I4"):
+        assert counters[f"invariant_violations_total/{invariant}"] == 0
+    for _, num_tokens, ids in lazy["evictions"]:
+        assert min(ids) >= SINKS
+        assert max(ids) < num_tokens - RECENT

@@ -1,0 +1,141 @@
+"""Prefix sharing at degrees 1, 2, 4 and 8 with half-shared prompts, as the paper tests."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import RunArm
+from tests.engine.tiny_model import BYTES_PER_TOKEN, ENVIRONMENT, ensure_tiny_model
+
+pytestmark = pytest.mark.engine
+
+DEGREES = (1, 2, 4, 8)
+NUM_BLOCKS = 480
+"""Of 16 tokens. Eight requests hold 280 of them at degree 1: room, but not without end."""
+
+
+def make_spec(mode: str, keep_ratio: float = 0.5, **fields: Any) -> dict[str, Any]:
+    """All degrees in one engine; ``off`` is stock vLLM with blocks of 32 tokens."""
+    return {
+        "model": str(ensure_tiny_model()),
+        "environment": ENVIRONMENT,
+        "vtoken": {
+            "mode": mode,
+            "policy": "random",
+            "keep_ratio": keep_ratio,
+            "recent_tokens": 16,
+            "evict_interval_tokens": 8,
+            "theta_f": 0.0,
+            "low_watermark_ratio": 1.0,
+            "max_source_blocks": 64,
+            "verify": "full",
+            **fields,
+        },
+        "engine": {
+            "dtype": "bfloat16",
+            "enable_prefix_caching": True,
+            "max_model_len": 1024,
+            "kv_cache_memory_bytes": NUM_BLOCKS * 16 * BYTES_PER_TOKEN,
+            "skip_tokenizer_init": True,
+        },
+        "workloads": [{"name": f"degree {d}", "sharing": {"degree": d}} for d in DEGREES],
+    }
+
+
+def retained(result: dict[str, Any]) -> float:
+    """Mean number of blocks in use while all requests decode; a shared block counts once."""
+    return mean(result["waves"][0]["blocks"][8:])
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_shared_blocks_are_never_sources(run_arm: RunArm, degree: int) -> None:
+    """Without the copy-on-write option, a plan names blocks with one reference only."""
+    result = run_arm(make_spec("lazy"))[f"degree {degree}"]
+    assert set(result["source_references"]) == {1}
+    assert len(result["source_references"]) >= 64
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_lazy_retains_fewer_blocks_at_every_degree(run_arm: RunArm, degree: int) -> None:
+    """Reclamation pays with sharing, too: at least the paper's range, −28.6 … −42.2 %."""
+    naive = retained(run_arm(make_spec("naive"))[f"degree {degree}"])
+    lazy = retained(run_arm(make_spec("lazy"))[f"degree {degree}"])
+    assert lazy <= (1 - 0.286) * naive, f"{lazy} of {naive}: {lazy / naive - 1:+.1%}"
+
+
+@pytest.mark.parametrize("mode", ["naive", "lazy"])
+@pytest.mark.parametrize("degree", DEGREES)
+def test_prefix_hits_are_not_below_stock(run_arm: RunArm, mode: str, degree: int) -> None:
+    """Tokens found in the prefix cache, in the first wave and when all is asked again."""
+    stock = run_arm(make_spec("off"))[f"degree {degree}"]["waves"]
+    ours = run_arm(make_spec(mode))[f"degree {degree}"]["waves"]
+    for theirs, mine in zip(stock, ours, strict=True):
+        assert sum(mine["hit_tokens"]) >= sum(theirs["hit_tokens"])
+    assert sum(ours[0]["hit_tokens"]) == (8 - 8 // degree) * 256
+    assert sum(ours[1]["hit_tokens"]) >= 8 * 480
+
+
+@pytest.mark.parametrize("mode", ["naive", "lazy"])
+@pytest.mark.parametrize("degree", DEGREES)
+def test_no_bit_changes_for_another_request(run_arm: RunArm, mode: str, degree: int) -> None:
+    """The K/V bytes under a prefix-cache hash stay the same for as long as it can be found."""
+    result = run_arm(make_spec(mode))[f"degree {degree}"]
+    assert result["num_digests"] >= 10_000
+    assert result["changed"] == []
+    assert result["free_blocks"] == result["total_blocks"]
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("degree", DEGREES)
+def test_sharing_does_not_change_a_token(run_arm: RunArm, degree: int) -> None:
+    """naive and lazy generate the same tokens, first and from the prefix cache."""
+    naive = run_arm(make_spec("naive"))[f"degree {degree}"]["waves"]
+    lazy = run_arm(make_spec("lazy"))[f"degree {degree}"]["waves"]
+    assert [wave["tokens"] for wave in naive] == [wave["tokens"] for wave in lazy]
+
+
+# -- copy-on-write: relocate_shared ----------------------------------------------------------
+
+FEW = 0.25
+"""Keep ratio. With r holders of a block, letting go together gains while r · FEW < 1."""
+
+
+def make_copy_on_write_spec() -> dict[str, Any]:
+    """The lazy arm at a quarter of the tokens, with the option on."""
+    return make_spec("lazy", FEW, relocate_shared=True)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_copy_on_write_retains_fewer_blocks_where_it_can(run_arm: RunArm, degree: int) -> None:
+    """Two holders of a quarter each gain much, four next to nothing, eight do not try."""
+    lazy = run_arm(make_spec("lazy", FEW))[f"degree {degree}"]
+    result = run_arm(make_copy_on_write_spec())[f"degree {degree}"]
+    ratio = retained(result) / retained(lazy)
+    assert ratio <= (0.8 if degree == 2 else 1.0), f"{ratio - 1:+.1%}"
+    assert max(result["source_references"]) == {1: 1, 2: 2, 4: 4, 8: 1}[degree]
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_copy_on_write_changes_no_bit_and_keeps_the_prefix_cache(
+    run_arm: RunArm, degree: int
+) -> None:
+    """Shared blocks are only read: their bytes stay, and so do the hits of stock vLLM."""
+    stock = run_arm(make_spec("off"))[f"degree {degree}"]["waves"]
+    result = run_arm(make_copy_on_write_spec())[f"degree {degree}"]
+    assert result["num_digests"] >= 10_000
+    assert result["changed"] == []
+    assert result["free_blocks"] == result["total_blocks"]
+    for theirs, mine in zip(stock, result["waves"], strict=True):
+        assert sum(mine["hit_tokens"]) >= sum(theirs["hit_tokens"])
+
+
+@pytest.mark.identity
+@pytest.mark.parametrize("degree", DEGREES)
+def test_copy_on_write_does_not_change_a_token(run_arm: RunArm, degree: int) -> None:
+    """Where a token lies is nobody's business, shared or not."""
+    lazy = run_arm(make_spec("lazy", FEW))[f"degree {degree}"]["waves"]
+    ours = run_arm(make_copy_on_write_spec())[f"degree {degree}"]["waves"]
+    assert [wave["tokens"] for wave in lazy] == [wave["tokens"] for wave in ours]

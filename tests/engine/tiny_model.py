@@ -1,0 +1,64 @@
+"""A two-layer Llama with random weights: a real engine whose steps cost milliseconds.
+
+Made on first use and kept in the cache folder, never committed. What it says means nothing; that
+it runs through vLLM's own model code, with K/V that differ from token to token, is the point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from service.embedded_model import default_cache_dir
+
+VOCABULARY = 1024
+HIDDEN_SIZE = 128
+NUM_LAYERS = 2
+NUM_HEADS = 2
+BYTES_PER_TOKEN = NUM_LAYERS * 2 * (HIDDEN_SIZE // NUM_HEADS) * 2
+"""K and V of the one KV head in bf16."""
+FOLDER = f"tiny-llama-{NUM_LAYERS}x{HIDDEN_SIZE}-v{VOCABULARY}"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Of its engine. Its matrices are too small to be shared out: on a busy machine threads that wait
+for each other make a step twenty times slower than one thread alone."""
+
+
+def ensure_tiny_model(cache_dir: Path | None = None) -> Path:
+    """Folder of the model, made if it is not there; whole or absent, as for the embedded one."""
+    cache = cache_dir or default_cache_dir()
+    folder = cache / FOLDER
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=cache))
+    try:
+        _build(unfinished)
+        with contextlib.suppress(OSError):  # another process was faster: its folder is the same
+            os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _build(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=2 * HIDDEN_SIZE,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        initializer_range=0.2,  # sharp enough that attention and tokens depend on the context
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
