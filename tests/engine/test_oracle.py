@@ -12,7 +12,7 @@ from tests.engine.workloads import EVICTING, make_prompts, make_workload
 
 pytestmark = pytest.mark.engine
 
-POLICIES = ("streaming_llm", "random")
+POLICIES = ("streaming_llm", "random", "h2o")
 MAX_LOGPROB_ERROR = 2e-3
 
 

@@ -101,11 +101,7 @@ def test_every_eviction_ends_exactly_at_the_budget(run_arm: RunArm, policy: str)
         expected = [n for n in range(len(prompt), len(prompt) + 60, INTERVAL) if n > BUDGET]
         if not POLICIES[policy].whole_pages:
             assert [n for n, _ in log] == expected
-    assert (
-        result["counters"][f"policy_errors_total/{policy}"] == 0
-        if (f"policy_errors_total/{policy}" in result["counters"])
-        else True
-    )
+    assert not result["counters"].get(f"policy_errors_total/{policy}")
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -137,7 +133,8 @@ def test_any_switch_of_policy_is_safe(run_arm: RunArm) -> None:
         assert naive[what] == lazy[what]
     counters = lazy["counters"]
     for policy in EVICTING:
-        assert counters[f"evicted_tokens_total/{policy}"] > 0, policy
+        if not POLICIES[policy].whole_pages:  # a turn is too short to fill a page
+            assert counters[f"evicted_tokens_total/{policy}"] > 0, policy
         assert not counters.get(f"policy_errors_total/{policy}")
         postponed = counters[f"evictions_postponed_total/{policy}"]
         attention = [s for s in POLICIES[policy].signals if s.startswith("attention")]
