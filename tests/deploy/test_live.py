@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.k8s,
     pytest.mark.prometheus,
     pytest.mark.engine,
-    pytest.mark.slow,
 ]
 
 

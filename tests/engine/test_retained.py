@@ -14,7 +14,7 @@ from tests.engine.conftest import RunArm
 from tests.engine.reference import ReferenceEviction, Rules
 from vtoken.integration.vllm.observer import default_layers
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 RULES = Rules(
     layers=default_layers(30),

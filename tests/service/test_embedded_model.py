@@ -130,7 +130,6 @@ def test_intact_model_is_returned_without_a_source_or_a_word(make_cache):
     assert said == []
 
 
-@pytest.mark.slow
 def test_killed_conversion_leaves_no_model_and_the_next_call_succeeds(tmp_path):
     """SIGKILL in the middle leaves a temporary folder only, which the next call removes."""
     environment = {**os.environ, "VTOKEN_CACHE_DIR": str(tmp_path)}

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.metrics import PREFIX, SERVICE_METRICS
 from vtoken.stats import METRICS
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 MODEL = "smollm2-135m-instruct"
 KEY = "test-admin-key"
