@@ -6,7 +6,8 @@ hidden by the attention mask, which is what their absence from the rows of live 
 (the dense oracle of ``tests/engine`` proves that for the engine). Texts are teacher-forced in
 chunks of one eviction interval, with an eviction after the prefill and after every chunk.
 
-    python -m benchmarks.policy_quality --out docs/evaluation/policy_quality.json
+    python -m benchmarks.policy_quality --repeats 6 --cases 52 \\
+        --out docs/evaluation/policy_quality.json
 """
 
 from __future__ import annotations
@@ -284,6 +285,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(p for p in POLICIES if POLICIES[p].evicts))
     parser.add_argument("--tasks", default="text,copy,lookup,lookup_later")
     parser.add_argument("--repeats", type=int, default=4, help="cases per task and text source")
+    parser.add_argument("--cases", type=int, help="only the first so many, in shuffled order")
     parser.add_argument("--layers", default="", help="sampled layers; default as the engine")
     parser.add_argument("--interval", type=int, default=8, help="score_interval_steps")
     parser.add_argument("--threads", type=int, default=0, help="of torch; default: its own")
@@ -297,7 +299,7 @@ def main() -> None:
     rng.shuffle(cases)  # what is there after an interruption covers every task
     arms = list(make_arms(args.policies.split(","), score_interval_steps=args.interval))
     settings = {"layers": model.layers, "score_interval_steps": args.interval}
-    measure(model, cases, arms, Results(args.out, settings))
+    measure(model, cases[: args.cases], arms, Results(args.out, settings))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ in turns of equal length, so that both see the same requests at the same sizes a
 whatever else the machine does. Compared are means per turn: observations happen in every
 eighth step of a request, which a median would not see.
 
-    python -m benchmarks.score_cost --out docs/evaluation/score_cost.json
+    python -m benchmarks.score_cost --rounds 10 --policies h2o,snapkv \\
+        --out docs/evaluation/score_cost.json
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def summary(turns: Mapping[str, list[tuple[float, float]]], policy: str) -> dict
         ratios = sorted(a / b for a, b in zip(own, base, strict=True))
         found[f"{name}_ratio_median"] = round(median(ratios), 4)
         found[f"{name}_ratio_range"] = [round(ratios[0], 4), round(ratios[-1], 4)]
+        found[f"{name}_ratio_of_sums"] = round(sum(own) / sum(base), 4)
         found[f"{name}_step_ms"] = round(1e3 * median(own), 2)
     return found
 
@@ -117,7 +119,7 @@ def main() -> None:
         "policies": [summary(turns, policy) for policy in policies],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result) + "\n")
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

@@ -54,6 +54,18 @@ def test_attention_mass_sums_to_one_and_stops_at_the_length() -> None:
     assert not mass[torch.arange(9) >= lens[..., None]].any()
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
+def test_attention_mass_ignores_whatever_lies_behind_the_length(soft_cap: float) -> None:
+    """Padding reads stale slots, which may hold NaN or infinity."""
+    query, key = torch.randn(1, 1, 4, 8), torch.randn(1, 2, 9, 8)
+    lens = torch.tensor([[6]])
+    clean = attention_mass(query, key, lens, scale=1.0, soft_cap=soft_cap)
+    key[0, :, 6], key[0, :, 7] = float("nan"), float("inf")
+    torch.testing.assert_close(
+        attention_mass(query, key, lens, scale=1.0, soft_cap=soft_cap), clean, rtol=0, atol=0
+    )
+
+
 def test_attention_mass_does_not_depend_on_neighbours_or_padding() -> None:
     """A request scores the same alone as in a batch with a longer one."""
     query, key = torch.randn(2, 1, 6, 8), torch.randn(2, 3, 50, 8)

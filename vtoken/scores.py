@@ -24,7 +24,7 @@ def attention_mass(
 
     Args:
         query: ``[n, q, num_heads, head_size]``.
-        key: ``[n, num_kv_heads, width, head_size]``; finite everywhere.
+        key: ``[n, num_kv_heads, width, head_size]``; anything, NaN too, from ``lens`` on.
         lens: int64 ``[n, q]``: query ``(i, j)`` reads the first ``lens[i, j]`` keys.
         scale: factor on the logits.
         soft_cap: ``cap * tanh(logits / cap)``; 0 is off.

@@ -23,6 +23,7 @@ class StressOptions:
         shared_tokens: length of the prefix that half of the prompts share.
         num_families: how many such prefixes there are.
         max_seconds: no request is submitted later than this; 0: no limit.
+        preempt_ratio: share of steps before which the newest running request is preempted.
         tracks_owners: follow each block from request to request; costs time in every step.
     """
 
@@ -35,6 +36,7 @@ class StressOptions:
     shared_tokens: int = 160
     num_families: int = 1
     max_seconds: float = 0.0
+    preempt_ratio: float = 0.0
     tracks_owners: bool = True
 
 
@@ -74,6 +76,7 @@ class Stress:
             if self._goes_on(start):
                 self._submit()
             self._abort()
+            self._preempt()
             self._change_policy()
             for output in engine.step():
                 if output.finished:
@@ -96,6 +99,13 @@ class Stress:
         limit = self._options.max_seconds
         in_time = not limit or time.monotonic() - start < limit
         return in_time and self.submitted < self._options.num_requests
+
+    def _preempt(self) -> None:
+        """What vLLM does when no block is left, which reclamation has made rare."""
+        scheduler, ratio = self._arm.scheduler, self._options.preempt_ratio
+        if ratio and len(scheduler.running) > 1 and self._random.random() < ratio:
+            scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.clear()
 
     def _submit(self) -> None:
         from vllm import SamplingParams

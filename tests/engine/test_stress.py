@@ -20,6 +20,7 @@ def make_spec() -> dict[str, Any]:
         "concurrency": 14,
         "seed": 1,
         "changes": [{"policy": p} for p in ("none", "streaming_llm", "random")],
+        "preempt_ratio": 0.03,
     }
     return {
         "vtoken": {

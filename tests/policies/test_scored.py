@@ -58,6 +58,8 @@ def test_lowest_takes_the_older_of_equals_and_no_protected() -> None:
     protected = np.array([True, False, False, False, False, False])
     assert lowest(scores, 2, protected).tolist() == [2, 3]
     assert lowest(scores, 0, protected).tolist() == []
+    many = np.tile([1.0, 0.0, 2.0], 100)  # long enough for a sort that is not stable
+    assert lowest(many, 30, np.zeros(300, np.bool_)).tolist() == list(range(1, 90, 3))
 
 
 def test_scissorhands_forgets_what_left_the_window() -> None:

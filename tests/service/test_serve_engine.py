@@ -395,7 +395,7 @@ def test_admin_is_guarded(server):
         ({"policy": 5}, "policy"),
         ({"policy_args": 5}, "policy_args"),
         ({"budget_tokens": 1}, "budget_tokens"),
-        ({"mode": "naive"}, "mode"),
+        ({"mode": "off"}, "mode"),
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )

@@ -244,9 +244,7 @@ def make_group(geometry: SlotGeometry, table: torch.Tensor, requests: _Requests)
     back = np.arange(num_queries)[::-1]  # query j comes before so many of its request
     lens = torch.from_numpy(requests.lens[:, None] - back)
     rows = torch.from_numpy(requests.rows)
-    slots = table[rows, :width]
-    # Behind a row's end lies stale memory, perhaps NaN: read its first slot there instead.
-    slots = torch.where(torch.arange(width) < lens[:, -1:], slots, slots[:, :1]).long()
+    slots = table[rows, :width].long()  # behind a row's end: stale, and masked by ``lens``
     heads = torch.arange(geometry.num_kv_heads) * (2 * geometry.block_size)
     return QueryGroup(
         rows=rows,
