@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +141,19 @@ class Arm:
         """Random lengths, shared prefixes and aborts in every phase; see stress.py."""
         from tests.engine.stress import Stress, StressOptions
 
-        before = self._counters()
-        report = Stress(self, StressOptions(**options)).run()
-        self._settle()
-        pool = self.scheduler.kv_cache_manager.block_pool
-        return {
-            **report,
-            "counters": _difference(self._counters(), before),
-            "free_blocks": pool.get_num_free_blocks(),
-            "total_blocks": pool.num_gpu_blocks - 1,
-            "num_tables": len(self.layer.requests),
-        }
+        result = self._accounted(Stress(self, StressOptions(**options)).run)
+        return {**result, "num_tables": len(self.layer.requests)}
 
     def _sharing(self, options: dict[str, Any]) -> dict[str, Any]:
         """Half-shared prompts, with every block that others may read under audit."""
         from tests.engine.sharing import Sharing, SharingOptions
 
+        return self._accounted(Sharing(self, SharingOptions(**options)).run)
+
+    def _accounted(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run to the end and settle; the report with what was counted and what is free."""
         before = self._counters()
-        report = Sharing(self, SharingOptions(**options)).run()
+        report = run()
         self._settle()
         pool = self.scheduler.kv_cache_manager.block_pool
         return {
