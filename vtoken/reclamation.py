@@ -97,6 +97,11 @@ class ReclamationManager:
         """Destination blocks held by plans in flight."""
         return sum(len(p.dst_blocks) for plans in self._in_flight.values() for p in plans)
 
+    def destinations_in_flight(self) -> NDArray[np.int32]:
+        """Ids of those blocks."""
+        plans = [plan.dst_blocks for batch in self._in_flight.values() for plan in batch]
+        return np.concatenate([np.empty(0, np.int32), *plans])
+
     # -- reserve ---------------------------------------------------------------------------
 
     def plan_step(self, requests: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:

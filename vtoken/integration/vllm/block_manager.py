@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+from vtoken.block_map import CACHED
 from vtoken.integration.vllm.compat.scheduler_side import NEVER_CACHED
 from vtoken.types import BoolArray
 
@@ -51,6 +52,14 @@ class VLLMBlockPool:
         """``ref_cnt`` of each block."""
         blocks = self._blocks
         return np.fromiter((blocks[i].ref_cnt for i in block_ids), np.int64, len(block_ids))
+
+    def all_references(self) -> NDArray[np.int32]:
+        """``ref_cnt`` of every block of the pool by id, or :data:`CACHED`; the null block's too.
+
+        Looks at each block object: 0.2 µs a block.
+        """
+        values = (b.ref_cnt if b.ref_cnt or b.block_hash is None else CACHED for b in self._blocks)
+        return np.fromiter(values, np.int32, len(self._blocks))
 
     def new_blocks(self, req_id: str, start: int) -> NDArray[np.int32]:
         """Ids of the request's block list from ``start`` on."""

@@ -6,11 +6,14 @@ a change takes effect on the next step and never in the middle of one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+from vtoken.block_map import block_map
 from vtoken.config import LIVE_FIELDS
 from vtoken.errors import ConfigError, VTokenError
+from vtoken.integration.vllm.block_manager import VLLMBlockPool
 from vtoken.integration.vllm.scheduler import VTokenSchedulerMixin
 from vtoken.policies.registry import catalogue
 
@@ -106,6 +109,20 @@ def _request_state(scheduler: VTokenSchedulerMixin, req_id: str) -> Payload:
     }
 
 
+def _blocks(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    start = time.perf_counter()
+    layer = scheduler.layer
+    pool = VLLMBlockPool(scheduler.kv_cache_manager)
+    cells = block_map(
+        layer.requests.values(),
+        pool.all_references(),
+        layer.reclamation.destinations_in_flight(),
+        pool.block_size,
+        payload["max_cells"],
+    )
+    return {**cells, "seconds": time.perf_counter() - start}
+
+
 def _policies(scheduler: VTokenSchedulerMixin, payload: Payload) -> list[Payload]:
     return catalogue()
 
@@ -123,6 +140,7 @@ OPERATIONS: dict[str, Callable[[VTokenSchedulerMixin, Payload], Any]] = {
     "get_policy": _get_policy,
     "set_policy": _set_policy,
     "state": _state,
+    "blocks": _blocks,
     "policies": _policies,
     "evictions": _evictions,
     "receipt": _receipt,
