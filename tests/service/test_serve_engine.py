@@ -51,7 +51,12 @@ class Server:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "service.cli", "serve", "--port", "0", *FLAGS, *flags],
-                env={**environment, "VTOKEN_ADMIN_KEY": KEY, "VTOKEN_METRICS_POLL_SECONDS": "0.2"},
+                env={
+                    **environment,
+                    "VTOKEN_ADMIN_KEY": KEY,
+                    "VTOKEN_METRICS_POLL_SECONDS": "0.2",
+                    "VTOKEN_ENGINE_TIMEOUT_SECONDS": "300",  # a loaded machine is not a fault
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -319,7 +324,7 @@ def test_concurrent_requests_get_their_own_policy_and_budget(server, client, cha
         assert total > 0
         if field == "freed_blocks" and chat:
             continue  # the template's first block is shared: letting go of it frees nothing
-        wait_for(lambda n=f"vtoken_{field}_total", t=total: counted(n) == t, 10)
+        wait_for(lambda n=f"vtoken_{field}_total", t=total: counted(n) == t, 60)
 
 
 def test_receipt_covers_all_sequences_and_stop_strings(client):
@@ -427,8 +432,11 @@ def test_patch_changes_the_policy_of_a_running_stream(server, client):
     """No chunk is lost, the new policy evicts the rest, and blocks are compacted."""
     before = server.metrics()
     etag = server.admin("GET", "/admin/policy").headers["ETag"]
-    stream = stream_of(client, max_tokens=700)
-    chunks = [next(stream) for _ in range(150)]
+    evicted = {"name": "vtoken_evicted_tokens_total", "policy": "streaming_llm"}
+    evicted_before = server.total(**evicted)
+    stream = stream_of(client, max_tokens=1900)
+    chunks = [next(stream)]  # not counted: vLLM merges deltas when it runs ahead of its reader
+    wait_for(lambda: server.total(**evicted) > evicted_before, 60)
     changed = server.admin(
         "PATCH", "/admin/policy", json={"policy": "random"}, headers={"If-Match": etag}
     )
@@ -438,9 +446,9 @@ def test_patch_changes_the_policy_of_a_running_stream(server, client):
     state = server.admin("GET", "/admin/state").json()
     assert [request["status"] for request in state["requests"]] == ["running"]
     chunks += list(stream)
-    assert chunks[-1].usage.completion_tokens == 700
+    assert chunks[-1].usage.completion_tokens == 1900
     assert chunks[-2].choices[0].finish_reason == "length"
-    wait_for(lambda: server.total("vtoken_request_evicted_tokens_count") >= 1, 10)
+    wait_for(lambda: server.total("vtoken_request_evicted_tokens_count") >= 1, 60)
 
     for policy in ("streaming_llm", "random"):
         assert server.total("vtoken_evicted_tokens_total", policy=policy) > 0
@@ -469,15 +477,15 @@ def test_all_blocks_are_free_afterwards(server):
 def test_dropped_client_frees_its_blocks(server, client):
     """A stream that is closed half-way is aborted in the engine."""
     stream = stream_of(client, max_tokens=1500)
-    for _ in range(120):
-        next(stream)
+    next(stream)
+    assert server.admin("GET", "/admin/state").json()["engine"]["running"] == 1
     stream.close()
 
     def is_free() -> bool:
         pool = server.admin("GET", "/admin/state").json()["pool"]
         return pool["free_blocks"] == pool["total_blocks"]
 
-    wait_for(is_free, 20)
+    wait_for(is_free, 60)
 
 
 def test_killed_engine_ends_the_service(server, client):
@@ -504,11 +512,11 @@ def test_killed_engine_ends_the_service(server, client):
         except httpx.TransportError:
             return True
 
-    wait_for(is_unhealthy, 10)
-    assert ended.wait(20)
+    wait_for(is_unhealthy, 60)
+    assert ended.wait(60)
     assert server.process.wait(timeout=30) == 1
     assert "the engine died" in server.text()
-    wait_for(lambda: are_gone(processes), 20)
+    wait_for(lambda: are_gone(processes), 60)
 
 
 @pytest.mark.parametrize("when", ["starting", "ready"])
@@ -524,6 +532,6 @@ def test_sigterm_leaves_no_process(tmp_path, when):
         assert processes
         server.process.terminate()
         assert server.process.wait(timeout=60) == (0 if when == "ready" else 143)
-        wait_for(lambda: are_gone(processes), 20)
+        wait_for(lambda: are_gone(processes), 60)
     finally:
         server.kill_all()
