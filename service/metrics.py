@@ -140,7 +140,7 @@ def register(collector: VTokenCollector, registry: CollectorRegistry) -> None:
 
 def _samples(spec: MetricSpec, stats: Mapping[str, Any], policies: Sequence[str]) -> _Samples:
     """Label values with value; what the engine has not counted yet is zero."""
-    if spec.kind == "gauge":
+    if spec.kind == "gauge" and not spec.labels:
         return [((), float(stats.get("gauges", {}).get(spec.name, 0)))]
     if spec.kind == "histogram":
         return [((), _histogram(spec, stats.get("histograms", {}).get(spec.name)))]
@@ -148,7 +148,7 @@ def _samples(spec: MetricSpec, stats: Mapping[str, Any], policies: Sequence[str]
     if spec.labels == ("policy",):
         start = (*start, *((policy,) for policy in policies))
     values = dict.fromkeys(start, 0.0)
-    counted = stats.get("counters", {}).get(spec.name, [])
+    counted = stats.get(f"{spec.kind}s", {}).get(spec.name, [])
     values |= {tuple(str(v) for v in labels): float(value) for labels, value in counted}
     return list(values.items())
 

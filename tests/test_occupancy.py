@@ -55,6 +55,18 @@ def test_half_full_counts_as_low(size: int, num_tokens: int, low: int) -> None:
     assert occupancy.low_utilization_block_ratio == low / 2
 
 
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(16, [3, 2, 2, 2, 2, 2, 2, 2]), (4, [1, 1, 0, 1, 0, 1, 0, 1]), (5, [1, 1, 0, 1, 1, 0, 1, 1])],
+)
+def test_ranges_of_utilization_have_every_block_once(size: int, expected: list[int]) -> None:
+    """Half full belongs to the range that ends at 1/2; an empty block to the first range."""
+    occupancy = BlockOccupancy(32, size)
+    for num_live in range(size + 1):
+        make_blocks(occupancy, [num_live + 1], num_live)
+    assert occupancy.blocks_by_utilization(8).tolist() == expected
+
+
 def test_adding_one_by_one_equals_adding_at_once() -> None:
     """Decode's short path and prefill's vector path count alike."""
     one, many = BlockOccupancy(9, 4), BlockOccupancy(9, 4)

@@ -7,7 +7,14 @@ import random
 
 import pytest
 
-from vtoken.stats import INVARIANTS, METRICS, RELOCATION_OUTCOMES, SKIP_REASONS, VTokenStats
+from vtoken.stats import (
+    INVARIANTS,
+    METRICS,
+    RELOCATION_OUTCOMES,
+    SKIP_REASONS,
+    UTILIZATIONS,
+    VTokenStats,
+)
 
 
 def test_first_snapshot_has_every_family_with_zero() -> None:
@@ -19,7 +26,10 @@ def test_first_snapshot_has_every_family_with_zero() -> None:
         spec = METRICS[name]
         assert [tuple(labels) for labels, _ in rows] == list(spec.initial if spec.labels else [()])
         assert not any(value for _, value in rows)
-    assert not any(snapshot["gauges"].values())
+    for name, value in snapshot["gauges"].items():
+        rows = value if METRICS[name].labels else [[[], value]]
+        assert [tuple(labels) for labels, _ in rows] == list(METRICS[name].initial or [()])
+        assert not any(number for _, number in rows)
     assert not any(sum(h["counts"]) for h in snapshot["histograms"].values())
 
 
@@ -54,6 +64,16 @@ def test_inc_adds_and_new_labels_appear() -> None:
     assert rows == [[["random"], 7.0], [["h2o"], 0.0]]
 
 
+def test_labelled_gauge_has_one_row_per_label() -> None:
+    """Only the labels that were declared, each with its last value."""
+    stats = VTokenStats()
+    stats.set("blocks_by_utilization", 3, "0.5")
+    stats.set("blocks_by_utilization", 2, "0.5")
+    rows = stats.snapshot()["gauges"]["blocks_by_utilization"]
+    assert [label for (label,), _ in rows] == list(UTILIZATIONS)
+    assert dict((label, n) for (label,), n in rows) == {**dict.fromkeys(UTILIZATIONS, 0), "0.5": 2}
+
+
 def test_unknown_names_and_wrong_kinds_are_refused() -> None:
     """A typo is a KeyError at once and not a lost number."""
     stats = VTokenStats()
@@ -62,6 +82,9 @@ def test_unknown_names_and_wrong_kinds_are_refused() -> None:
         lambda: stats.inc("waste_ratio"),
         lambda: stats.set("no_such", 1),
         lambda: stats.set("evicted_tokens_total", 1),
+        lambda: stats.set("waste_ratio", 1, "0.5"),
+        lambda: stats.set("blocks_by_utilization", 1),
+        lambda: stats.set("blocks_by_utilization", 1, "0.3"),
         lambda: stats.observe("waste_ratio", 1),
     ):
         with pytest.raises(KeyError):

@@ -98,7 +98,18 @@ def test_pool_state_counts_what_is_there() -> None:
 def test_pool_state_covers_every_gauge() -> None:
     """No gauge stays at its initial zero for want of a source."""
     layer, _ = make_layer()
-    assert set(layer.pool_state()) == {m.name for m in METRICS.values() if m.kind == "gauge"}
+    gauges = {m.name for m in METRICS.values() if m.kind == "gauge" and not m.labels}
+    assert set(layer.pool_state()) == gauges
+
+
+def test_snapshot_counts_blocks_by_utilization() -> None:
+    """Every held block in the range of its share of live tokens, announced ones included."""
+    layer, pool = make_layer(policy="none")
+    kv = make_request(layer, pool, num_tokens=17)
+    kill(layer, kv, [1, 2, 3, 4, 5])
+    rows = layer.snapshot()["stats"]["gauges"]["blocks_by_utilization"]
+    found = {label: num for (label,), num in rows if num}
+    assert found == {"0.25": 2, "0.5": 1, "1": 2}
 
 
 @pytest.mark.parametrize(("mode", "headroom"), [("naive", 0), ("lazy", 4)])

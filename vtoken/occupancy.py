@@ -55,6 +55,17 @@ class BlockOccupancy:
         """``[S + 1]``: how many held blocks have 0, 1, … S live tokens."""
         return self._num_by_live.copy()
 
+    def blocks_by_utilization(self, num_ranges: int) -> NDArray[np.int64]:
+        """How many held blocks have u_b in ``(i / num_ranges, (i + 1) / num_ranges]``, by ``i``.
+
+        Empty blocks count with the first range. ``[num_ranges]``; O(S).
+        """
+        live = np.arange(self.block_size + 1)
+        where = np.maximum(0, -(-live * num_ranges // self.block_size) - 1)
+        counts = np.bincount(where, self._num_by_live, num_ranges)
+        blocks: NDArray[np.int64] = counts.astype(np.int64)
+        return blocks
+
     def new_request(self) -> RequestBlocks:
         """Occupancy of one more request, with no block yet."""
         return RequestBlocks(self)

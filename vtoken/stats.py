@@ -43,8 +43,9 @@ def _counter(name: str, help: str, label: str = "", initial: Iterable[str] = ())
     return MetricSpec(name, "counter", help, labels, tuple((v,) for v in initial))
 
 
-def _gauge(name: str, help: str) -> MetricSpec:
-    return MetricSpec(name, "gauge", help)
+def _gauge(name: str, help: str, label: str = "", initial: Iterable[str] = ()) -> MetricSpec:
+    labels = (label,) if label else ()
+    return MetricSpec(name, "gauge", help, labels, tuple((v,) for v in initial))
 
 
 def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> MetricSpec:
@@ -60,6 +61,9 @@ SKIP_REASONS: tuple[str, ...] = (
 )
 """Why a look for relocation work ended without a plan (paper §3.3, stages 1–3)."""
 
+UTILIZATIONS: tuple[str, ...] = ("0.125", "0.25", "0.375", "0.5", "0.625", "0.75", "0.875", "1")
+"""Upper ends of the ranges in which blocks are counted by u_b; an empty block is in the first."""
+
 RELOCATION_OUTCOMES: tuple[str, ...] = ("committed", "rolled_back", "failed")
 INVARIANTS: tuple[str, ...] = ("I1", "I2", "I4")
 
@@ -68,6 +72,12 @@ _SPECS: tuple[MetricSpec, ...] = (
     _gauge(
         "low_utilization_block_ratio",
         "Share of blocks of running requests that are at most half full of live tokens.",
+    ),
+    _gauge(
+        "blocks_by_utilization",
+        "Blocks of running requests by their share of live tokens, in ranges up to this.",
+        "utilization",
+        UTILIZATIONS,
     ),
     _gauge("live_tokens", "Tokens of running requests that attention reads."),
     _gauge("dead_tokens", "Tokens of running requests that a policy has evicted."),
@@ -168,14 +178,14 @@ class VTokenStats:
 
     def __init__(self) -> None:
         self._counters: dict[str, dict[tuple[str, ...], float]] = {}
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[str, dict[tuple[str, ...], float]] = {}
         self._histograms: dict[str, _Histogram] = {}
         for spec in METRICS.values():
+            start = spec.initial if spec.labels else ((),)
             if spec.kind == "counter":
-                start = spec.initial if spec.labels else ((),)
                 self._counters[spec.name] = dict.fromkeys(start, 0.0)
             elif spec.kind == "gauge":
-                self._gauges[spec.name] = 0.0
+                self._gauges[spec.name] = dict.fromkeys(start, 0.0)
             else:
                 self._histograms[spec.name] = _Histogram(spec.buckets)
 
@@ -189,11 +199,16 @@ class VTokenStats:
         """The present value of a counter (0 if the label was never used)."""
         return self._counters[name].get(() if label is None else (label,), 0.0)
 
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
-        if name not in self._gauges:
-            raise KeyError(name)
-        self._gauges[name] = value
+    def set(self, name: str, value: float, label: str | None = None) -> None:
+        """Set a gauge, under its one label if it has one; no other values than those declared.
+
+        Raises:
+            KeyError: there is no such gauge, or it has no such label value.
+        """
+        key = () if label is None else (label,)
+        if key not in self._gauges[name]:
+            raise KeyError(f"{name}{key}")
+        self._gauges[name][key] = value
 
     def observe(self, name: str, value: float) -> None:
         """Add one observation to a histogram."""
@@ -207,7 +222,8 @@ class VTokenStats:
         """All values as plain data.
 
         Returns:
-            ``{"counters": {name: [[label_values, value], …]}, "gauges": {name: value},
+            ``{"counters": {name: [[label_values, value], …]}, "gauges": {name: value, or as a
+            counter if it has a label},
             "histograms": {name: {"bounds": […], "counts": […], "sum": x}}}`` where ``counts``
             has one more entry than ``bounds`` (the ``+Inf`` bucket) and is not cumulative.
         """
@@ -216,7 +232,10 @@ class VTokenStats:
                 name: [[list(k), v] for k, v in family.items()]
                 for name, family in self._counters.items()
             },
-            "gauges": dict(self._gauges),
+            "gauges": {
+                name: family[()] if () in family else [[list(k), v] for k, v in family.items()]
+                for name, family in self._gauges.items()
+            },
             "histograms": {
                 name: {"bounds": list(h.bounds), "counts": h.counts.tolist(), "sum": h.total}
                 for name, h in self._histograms.items()

@@ -38,7 +38,7 @@ from vtoken.receipts import Receipts
 from vtoken.reclamation import ReclamationManager
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.request_options import NO_OPTIONS, RequestOptions
-from vtoken.stats import VTokenStats
+from vtoken.stats import UTILIZATIONS, VTokenStats
 from vtoken.token_table import TokenTable
 from vtoken.types import SlotArray
 
@@ -410,6 +410,9 @@ class TokenLayer:
         """Metrics, configuration and policy version as plain data."""
         for name, value in self.pool_state().items():
             self.stats.set(name, value)
+        by_utilization = self.occupancy.blocks_by_utilization(len(UTILIZATIONS)).tolist()
+        for label, num_blocks in zip(UTILIZATIONS, by_utilization, strict=True):
+            self.stats.set("blocks_by_utilization", num_blocks, label)
         return {
             "stats": self.stats.snapshot(),
             "config": self.config.to_dict(),

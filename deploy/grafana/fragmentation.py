@@ -28,6 +28,14 @@ _WASTE = Row(
             maximum=1,
         ),
         Panel(
+            "Blocks by utilisation",
+            "Retained blocks by the share of their slots that hold live tokens. Relocation empties "
+            "the lower rows and fills the top one.",
+            (Query(total("vtoken_blocks_by_utilization", "utilization"), "{{utilization}}"),),
+            unit="percentunit",
+            kind="heatmap",
+        ),
+        Panel(
             "Retained against ideal blocks",
             "Blocks held by running requests, and what they would hold if live tokens were packed.",
             (

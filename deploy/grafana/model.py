@@ -188,7 +188,8 @@ def _target(panel: Panel, index: int, query: Query) -> Json:
         "legendFormat": query.legend,
     }
     if panel.kind == "heatmap":
-        target["format"] = "heatmap"
+        # Grafana takes cumulative buckets apart by their label "le"; other rows are as they come.
+        target["format"] = "heatmap" if query.legend == "{{le}}" else "time_series"
     elif panel.kind in ("stat", "table"):
         target["instant"] = True
         target["format"] = "table" if panel.kind == "table" else "time_series"
@@ -219,7 +220,8 @@ def _options(panel: Panel) -> Json:
         reduce = {"calcs": ["lastNotNull"], "fields": "", "values": False}
         return {"reduceOptions": reduce, "colorMode": "background", "graphMode": "none"}
     if panel.kind == "heatmap":
-        return {"calculate": False, "color": {"scheme": "Oranges"}, "yAxis": {"unit": panel.unit}}
+        axis = {"yAxis": {"unit": panel.unit}, "rowsFrame": {"layout": "le"}}
+        return {"calculate": False, "color": {"scheme": "Oranges"}, **axis}
     if panel.kind == "table":
         return {"showHeader": True}
     legend = {"displayMode": "list", "placement": "bottom", "showLegend": True}

@@ -14,9 +14,9 @@ def rate(counter: str, by: str = "", matchers: str = "") -> str:
     return f"sum{grouping} (rate({counter}{{$S{extra}}}{WINDOW}))"
 
 
-def total(gauge: str) -> str:
-    """A gauge, summed over instances."""
-    return f"sum({gauge}{{$S}})"
+def total(gauge: str, by: str = "") -> str:
+    """A gauge, summed over instances, by one label if named."""
+    return f"sum by ({by}) ({gauge}{{$S}})" if by else f"sum({gauge}{{$S}})"
 
 
 def quantiles(histogram: str, *ranks: float) -> tuple[Query, ...]:

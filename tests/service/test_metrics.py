@@ -61,12 +61,16 @@ def test_values_are_those_of_the_snapshot(engine):
     engine.stats.inc("evicted_tokens_total", 7, "random")
     engine.stats.inc("relocated_tokens_total", 3)
     engine.stats.set("waste_ratio", 0.5)
+    engine.stats.set("blocks_by_utilization", 9, "0.25")
     collector = make_collector()
     collector.update(engine.snapshot())
     samples = scrape(collector)
     assert samples["vtoken_evicted_tokens_total"][(("policy", "random"),)] == 7
     assert samples["vtoken_relocated_tokens_total"] == {(): 3}
     assert samples["vtoken_waste_ratio"] == {(): 0.5}
+    by_range = samples["vtoken_blocks_by_utilization"]
+    assert len(by_range) == 8
+    assert by_range[(("utilization", "0.25"),)] == sum(by_range.values()) == 9
 
 
 def test_histograms_are_cumulative(engine):
