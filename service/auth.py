@@ -1,34 +1,38 @@
 """Who may enter ``/admin``: the bearer of an admin key, and nobody while no key is set.
 
-vLLM's own ``--api-key`` guards the paths under ``/v1``, ``/v2``, ``/inference`` and ``/cohere``
-only. ``/admin`` has its own key, and an API key does not open it; ``/metrics``, ``/health`` and
-``/version`` stay open with either, so keep them inside your network.
+An API key does not open it. Which route needs which key is in :mod:`service.routes`; the
+middleware that asks for API keys is in :mod:`service.auth_access`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Iterable
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from service.auth_keys import KeyRing
 from service.errors import AdminClosedError, UnauthorizedError
+
+KEY_NAME = "vtoken_key_name"
+"""Where the name of the key (never the key) stands in ``scope["state"]``."""
+
+_bearer = HTTPBearer(auto_error=False, scheme_name="AdminKey", description="An admin key.")
 
 
 class AdminGuard:
-    """Compares bearer tokens with the configured admin keys in constant time."""
+    """Lets the bearers of admin keys pass."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = tuple(_digest(key) for key in keys)
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
 
     @property
     def is_open(self) -> bool:
         """Whether any key is configured."""
-        return bool(self._digests)
+        return not self._keys.is_empty
 
-    def check(self, authorization: str | None) -> None:
-        """Return if ``authorization`` (the header's value) carries an admin key.
+    def check(self, authorization: str | None) -> str:
+        """The name of the admin key in ``authorization`` (the header's value).
 
         Raises:
             AdminClosedError: no admin key is configured.
@@ -36,24 +40,32 @@ class AdminGuard:
         """
         if not self.is_open:
             raise AdminClosedError(
-                "admin is closed: set VTOKEN_ADMIN_KEY or VTOKEN_ADMIN_KEY_FILE and restart"
+                "admin is closed: set VTOKEN_ADMIN_KEY, VTOKEN_ADMIN_KEY_FILE or "
+                "VTOKEN_ADMIN_KEYS_DIR and restart"
             )
-        scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not self._knows(token.strip()):
-            raise UnauthorizedError("send the admin key as Authorization: Bearer <key>")
-
-    def _knows(self, token: str) -> bool:
-        digest = _digest(token)
-        known = False
-        for other in self._digests:  # no early exit: time must not tell which key is near
-            known |= hmac.compare_digest(digest, other)
-        return known
+        token = bearer_token(authorization)
+        name = None if token is None else self._keys.name_of(token)
+        if name is None:
+            raise UnauthorizedError("send an admin key as Authorization: Bearer <key>")
+        return name
 
 
-async def require_admin(request: Request) -> None:
+async def require_admin(
+    request: Request,
+    _documented: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)],
+) -> None:
     """FastAPI dependency: lets a request pass only with an admin key; see :class:`AdminGuard`."""
-    request.app.state.vtoken.guard.check(request.headers.get("authorization"))
+    guard: AdminGuard = request.app.state.vtoken.guard
+    name = guard.check(request.headers.get("authorization"))
+    request.scope.setdefault("state", {})[KEY_NAME] = name
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def key_name_of(request: Request) -> str:
+    """The name of the key that let the request in."""
+    return str(request.scope.get("state", {}).get(KEY_NAME, "unknown"))
+
+
+def bearer_token(authorization: str | None) -> str | None:
+    """The token of a ``Bearer`` header; ``None`` if it is none."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() or None if scheme.lower() == "bearer" else None

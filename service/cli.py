@@ -20,8 +20,11 @@ from service.settings import (
     environment_warnings,
     load_config,
     load_service_settings,
+    log_environment,
+    log_level,
     vllm_environment,
 )
+from service.start_folder import start_folder
 from vtoken.errors import ConfigError, VTokenError
 
 EXIT_OK = 0
@@ -94,13 +97,17 @@ def _dispatch(argv: list[str]) -> int:
 
 def _serve(argv: list[str]) -> int:
     load_config(parse_early(argv))
-    load_service_settings().admin_keys()
+    settings = load_service_settings()
+    settings.admin_keys()
+    settings.api_keys()
     for sentence in environment_warnings():
         print(f"vtoken-serve: warning: {sentence}", file=sys.stderr)
     os.environ.update(vllm_environment())
-    from service import server  # imports vLLM, which reads the environment
+    with start_folder(settings.log_format, log_level()) as folder:
+        os.environ.update(log_environment(folder.log_file, settings.log_format))
+        from service import server  # imports vLLM, which reads the environment
 
-    return server.run(argv)
+        return server.run(argv, folder)
 
 
 def _complain(error: Exception, code: int) -> int:

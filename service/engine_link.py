@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -29,6 +30,25 @@ UtilityCall: TypeAlias = Callable[..., Awaitable[Any]]
 """``await call("vtoken_call", op, payload)``; vLLM's ``call_utility_async`` has this shape."""
 
 _MAX_VALUE_CHARS = 1000
+
+
+@dataclass(frozen=True)
+class ChangeOptions:
+    """How the policy document is changed.
+
+    Attributes:
+        expected_version: change nothing unless this is the present one.
+        apply_to: ``running`` (and new requests) or ``new`` ones only.
+        by: who authorised it.
+        note: of the author.
+        dry_run: say what would change, and change nothing.
+    """
+
+    expected_version: int | None = None
+    apply_to: str = "running"
+    by: str = "unknown"
+    note: str | None = None
+    dry_run: bool = False
 
 
 class EngineLink:
@@ -77,23 +97,49 @@ class EngineLink:
         return self._seen(await self._request("get_policy", dict))
 
     async def set_policy(
-        self, changes: Mapping[str, Any], expected_version: int | None
+        self, changes: Mapping[str, Any], options: ChangeOptions = ChangeOptions()
     ) -> dict[str, Any]:
         """Apply a merge patch to the policy document, or change nothing.
 
         Returns:
-            The new state, as :meth:`get_policy`.
+            The new state as :meth:`get_policy`, with ``changes`` and ``warnings``; of a dry run
+            also ``requests`` and ``totals``, and the version in force.
 
         Raises:
             RejectedError: a field is unknown, fixed while running or out of bounds.
-            StaleVersionError: ``expected_version`` is given and is not the present one.
+            StaleVersionError: a version is expected and is not the present one.
         """
-        payload = {"changes": dict(changes), "expected_version": expected_version}
-        return self._seen(await self._request("set_policy", dict, payload))
+        return await self._change("set_policy", {"changes": dict(changes)}, options)
+
+    async def rollback_policy(
+        self, version: int | None = None, options: ChangeOptions = ChangeOptions()
+    ) -> dict[str, Any]:
+        """Put the values of an earlier version in force again, by default of the one before.
+
+        Returns and raises as :meth:`set_policy`; RejectedError also if that version is not
+        remembered.
+        """
+        return await self._change("rollback_policy", {"version": version}, options)
+
+    async def _change(
+        self, op: str, payload: dict[str, Any], options: ChangeOptions
+    ) -> dict[str, Any]:
+        reply = await self._request(op, dict, {**payload, **asdict(options)})
+        if options.dry_run:
+            return {**reply, "dry_run": True}
+        return self._seen(reply)
+
+    async def policy_history(self) -> dict[str, Any]:
+        """The remembered changes of the policy document, the newest first; does not mutate."""
+        return await self._request("policy_history", dict)
 
     async def state(self) -> dict[str, Any]:
         """Pool, running requests, last relocations and skip reasons; does not mutate."""
         return await self._request("state", dict)
+
+    async def blocks(self, max_cells: int) -> dict[str, Any]:
+        """The pool in at most ``max_cells`` cells, and what drawing it cost; does not mutate."""
+        return await self._request("blocks", dict, {"max_cells": max_cells})
 
     async def policies(self) -> list[Any]:
         """The catalogue of eviction policies with their argument schemas."""

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.auth_keys import KeyRing, KeySources
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
 
@@ -26,7 +27,7 @@ ENV_PREFIX = "VTOKEN_"
 FIELD_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(VTokenConfig))
 OUR_PLUGINS: tuple[str, ...] = ("vtoken", "vtoken_http")
 
-_OTHERS = ("CACHE_DIR", "EMBEDDED_GGUF", "VENV", "PYTHON", "TORCH", "NO_IOMP")
+_OTHERS = ("CACHE_DIR", "EMBEDDED_GGUF", "VENV", "PYTHON", "TORCH", "NO_IOMP", "TEST_JOBS")
 _PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 _EITHER = {"keep_ratio": "budget_tokens", "budget_tokens": "keep_ratio"}
 
@@ -47,21 +48,62 @@ class ServiceSettings(_Settings):
     admin_key: SecretStr | None = None
     """Bearer key of the admin routes. Without any key they are closed."""
     admin_key_file: Path | None = None
-    """File with more admin keys, one per line; blank lines and ``#`` comments are skipped."""
+    """File with more admin keys, one per line: ``name: key``, or a bare key. Read again when it
+    changes; blank lines and ``#`` comments are skipped."""
+    admin_keys_dir: Path | None = None
+    """Folder with more admin keys, one file per key, named after it. Read again when it changes."""
+    api_key: SecretStr | None = None
+    """Bearer key of the model's routes, beside vLLM's ``--api-key``. Without any they are open."""
+    api_key_file: Path | None = None
+    """File with more API keys, as ``admin_key_file``."""
+    api_keys_dir: Path | None = None
+    """Folder with more API keys, as ``admin_keys_dir``."""
     metrics_poll_seconds: float = Field(default=1.0, ge=0.05, le=3600)
     """Seconds between two readings of the engine's statistics for ``/metrics``."""
     engine_timeout_seconds: float = Field(default=10.0, gt=0, le=3600)
     """Longest wait for the engine's answer to an admin call or a reading."""
+    log_format: Literal["console", "json"] = "console"
+    """How every line of the log is written, vLLM's and uvicorn's included."""
+    ready_stall_seconds: float = Field(default=7.0, ge=1, le=3600)
+    """Not ready once the engine has not answered, or made no step with work to do, for so long."""
+    ready_when_degraded: bool = False
+    """Stay ready while relocation is off or its copies fail, which costs memory, not answers."""
+    live_stall_seconds: float = Field(default=300.0, ge=0, le=86400)
+    """Not live once the engine has not answered for so long, so that it is restarted; 0: never."""
+    drain_seconds: float = Field(default=120.0, ge=0, le=86400)
+    """After SIGTERM, longest wait for accepted requests to finish."""
+    max_body_bytes: int = Field(default=64 * 2**20, ge=0, le=2**40)
+    """Longest body of a request; 0: no limit."""
+    max_prompt_tokens: int = Field(default=0, ge=0, le=10**8)
+    """Longest prompt; 0: what the model's context holds."""
+    max_output_tokens: int = Field(default=0, ge=0, le=10**8)
+    """Most tokens that one sequence may be asked to generate; 0: what the context holds."""
+    max_requests_per_key: int = Field(default=0, ge=0, le=10**6)
+    """Requests of one API key that may be open at once; 0: no limit."""
+    request_timeout_seconds: float = Field(default=0.0, ge=0, le=86400)
+    """Longest time for one request, its stream included; 0: no limit."""
+    max_queue_seconds: float = Field(default=0.0, ge=0, le=86400)
+    """Refuse a request that would wait longer than this before it starts; 0: let it wait."""
 
-    def admin_keys(self) -> tuple[str, ...]:
-        """All configured admin keys; empty means that the admin routes are closed.
+    def admin_keys(self) -> KeyRing:
+        """The admin keys; none means that the admin routes are closed.
 
         Raises:
-            ConfigError: the key file cannot be read or holds no key.
+            ConfigError: a key file or folder cannot be read or holds no key.
         """
-        own = (self.admin_key.get_secret_value().strip(),) if self.admin_key else ()
-        listed = _read_keys(self.admin_key_file) if self.admin_key_file else ()
-        return tuple(key for key in own + listed if key)
+        return _key_ring("admin", self.admin_key, self.admin_key_file, self.admin_keys_dir)
+
+    def api_keys(self, vllm_keys: Sequence[str] = ()) -> KeyRing:
+        """The API keys; none means that the model's routes are open.
+
+        Args:
+            vllm_keys: of vLLM's ``--api-key``; they join as ``vllm-1``, ``vllm-2``, …
+
+        Raises:
+            ConfigError: as :meth:`admin_keys`.
+        """
+        theirs = [(f"vllm-{n}", key) for n, key in enumerate(vllm_keys, 1)]
+        return _key_ring("api", self.api_key, self.api_key_file, self.api_keys_dir, theirs)
 
 
 def load_service_settings() -> ServiceSettings:
@@ -130,7 +172,39 @@ def vllm_environment() -> dict[str, str]:
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*filter(None, theirs), *OUR_PLUGINS])),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _trace_protocol(),  # vLLM reads no other
     }
+
+
+def log_environment(log_file: Path, style: str) -> dict[str, str]:
+    """Variables that give vLLM's processes our log; none if the user configured it otherwise."""
+    has_own = bool(os.environ.get("VLLM_LOGGING_CONFIG_PATH"))
+    if has_own or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
+        return {}
+    bars = {"TQDM_DISABLE": "1"} if style == "json" else {}  # they are no JSON
+    return {"VLLM_LOGGING_CONFIG_PATH": str(log_file), **bars}
+
+
+def log_level() -> str:
+    """Of vLLM's log and ours, where no flag says otherwise."""
+    return os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper()
+
+
+def trace_endpoint() -> str | None:
+    """Where OpenTelemetry's variables say that traces go."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if endpoint := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        return endpoint
+    base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if base and _trace_protocol().startswith("http"):
+        return base.rstrip("/") + "/v1/traces"
+    return base or None
+
+
+def _trace_protocol() -> str:
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    return next(filter(None, map(os.environ.get, names)), "grpc")
 
 
 def _installed_plugins() -> list[str]:
@@ -181,16 +255,16 @@ def _make_config_settings() -> type[_Settings]:
 _ConfigSettings: Any = _make_config_settings()
 
 
-def _read_keys(path: Path) -> tuple[str, ...]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        rule = f"a readable text file with one key per line ({error})"
-        raise ConfigError("VTOKEN_ADMIN_KEY_FILE", str(path), rule) from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError("VTOKEN_ADMIN_KEY_FILE", str(path), "a file with at least one key")
-    return keys
+def _key_ring(
+    kind: str,
+    key: SecretStr | None,
+    file: Path | None,
+    folder: Path | None,
+    more: Iterable[tuple[str, str]] = (),
+) -> KeyRing:
+    own = key.get_secret_value().strip() if key else ""
+    given = (*([(kind, own)] if own else []), *more)
+    return KeyRing(KeySources(kind, given, file, folder))
 
 
 def _as_config_error(error: ValidationError, flags: Mapping[str, object]) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -305,7 +306,8 @@ def test_broken_policy_is_contained_and_counted(
     """The engine goes on, the request keeps its tokens, and somebody can see it."""
     layer, pool = make_layer(budget_tokens=8)
     kv = make_request(layer, pool, num_tokens=20)
-    layer.evictor.policy = _Broken(answer)
+    broken = replace(layer.evictor.documents.current, policy=_Broken(answer))
+    layer.evictor.documents.current = broken
     with caplog.at_level(logging.ERROR):
         layer.evict_if_due(kv, 20)
     assert kv.table.num_live == 20

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.documents import Document, Documents
 from vtoken.observation import ATTENTION_SIGNALS, DECODE_SIGNALS, RequestSignals
 from vtoken.policies.base import (
     EvictionPolicy,
@@ -20,7 +22,7 @@ from vtoken.policies.base import (
     protect_spans,
     protected_tokens,
 )
-from vtoken.policies.registry import make_policy, policy_for
+from vtoken.policies.registry import policy_for
 from vtoken.ports import BlockPoolPort
 from vtoken.request_kv import RequestKV
 from vtoken.stats import VTokenStats
@@ -39,53 +41,64 @@ class Evictor:
     """
 
     def __init__(self, config: VTokenConfig, pool: BlockPoolPort, stats: VTokenStats) -> None:
+        """Start with the document that ``config`` is.
+
+        Raises:
+            ConfigError: the policy or its arguments are unknown.
+        """
         self._pool = pool
         self._stats = stats
         self.listener: EvictionListener | None = None
-        self.policy: EvictionPolicy
-        self.reconfigure(config)
+        self.documents = Documents(config)
+        self._show_policy()
 
-    def reconfigure(self, config: VTokenConfig) -> None:
-        """Use another policy or budget from the next eviction on.
+    def install(self, document: Document, *, for_new_only: bool = False) -> None:
+        """Use another document from the next eviction on; see :meth:`Documents.install`."""
+        self.documents.install(document, for_new_only=for_new_only)
+        self._show_policy()
 
-        Raises:
-            ConfigError: the policy or its arguments are unknown; the old ones stay.
-        """
-        self.policy = make_policy(config)
-        self._config = config
-        self._stats.inc("evicted_tokens_total", 0, config.policy)
-        self._stats.inc("evictions_postponed_total", 0, config.policy)
+    def _show_policy(self) -> None:
+        name = self.documents.current.config.policy
+        self._stats.inc("evicted_tokens_total", 0, name)
+        self._stats.inc("evictions_postponed_total", 0, name)
 
-    def policy_of(self, kv: RequestKV) -> EvictionPolicy:
-        """The request's own policy, or the service's."""
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The service's, in force for new requests."""
+        return self.documents.current.policy
+
+    def document_of(self, kv: RequestKV) -> Document:
+        """The policy document that the request follows where it has no options of its own."""
+        return self.documents.of(kv.generation)
+
+    def policy_of(self, kv: RequestKV, document: Document | None = None) -> EvictionPolicy:
+        """The request's own policy, or the service's (under ``document`` instead of its own)."""
+        document = document or self.document_of(kv)
         key = kv.options.policy_key
-        return self.policy if key is None else policy_for(*key, self._config.seed)
+        return document.policy if key is None else policy_for(*key, document.config.seed)
 
     def target_of(self, kv: RequestKV, num_tokens: int) -> int:
         """Live tokens that the request may keep, by its own budget or the service's."""
-        return kv.options.target_live_tokens(self._config, num_tokens)
+        return kv.options.target_live_tokens(self.document_of(kv).config, num_tokens)
 
-    def may_evict(self) -> bool:
+    def may_evict(self, config: VTokenConfig) -> bool:
         """Whether the pool is as full as ``evict_free_ratio`` asks for; pure."""
-        ratio = self._config.evict_free_ratio
+        ratio = config.evict_free_ratio
         return ratio >= 1 or (self._pool.num_free_blocks() <= ratio * self._pool.num_total_blocks)
-
-    def first_eviction_at(self, prefill_end: int) -> int:
-        """Logical length from which a request may lose tokens."""
-        return 0 if self._config.evict_during_prefill else prefill_end
 
     def wants_signals(self, kv: RequestKV, num_computed: int) -> bool:
         """Whether an eviction at this length would need signals; pure."""
         return (
             bool(self.policy_of(kv).signals)
             and num_computed >= kv.next_evict_at
-            and self.may_evict()
+            and self.may_evict(self.document_of(kv).config)
             and kv.table.num_live > self.target_of(kv, num_computed)
         )
 
     def postpone(self, kv: RequestKV, num_computed: int) -> None:
         """Put the request's next eviction off by one interval, for want of observations."""
-        kv.next_evict_at = num_computed + self._config.evict_interval_tokens
+        interval = self.document_of(kv).config.evict_interval_tokens
+        kv.next_evict_at = num_computed + interval
         self._stats.inc("evictions_postponed_total", 1, self.policy_of(kv).name)
 
     def evict_if_due(
@@ -99,14 +112,15 @@ class Evictor:
             signals: what was observed; a policy that needs more than it gets evicts nothing,
                 and the eviction is postponed.
         """
-        if num_computed < kv.next_evict_at or not self.may_evict():
+        config = self.document_of(kv).config
+        if num_computed < kv.next_evict_at or not self.may_evict(config):
             return
-        may_be_unasked = signals is None and self._config.evict_free_ratio < 1
+        may_be_unasked = signals is None and config.evict_free_ratio < 1
         if may_be_unasked and self.wants_signals(kv, num_computed):
             # The pool was ample when the step was scheduled, so nobody asked for signals. The
             # request stays due and the next step asks.
             return
-        kv.next_evict_at = num_computed + self._config.evict_interval_tokens
+        kv.next_evict_at = num_computed + config.evict_interval_tokens
         if not self.policy_of(kv).evicts:
             return
         live_ids = kv.table.live_ids(before=num_computed)
@@ -120,48 +134,34 @@ class Evictor:
         Only where outputs depend on the load anyway, and with a policy that needs no signals:
         between two steps none are at hand.
         """
-        policy = self.policy_of(kv)
-        if self._config.evict_free_ratio >= 1 or policy.signals or not policy.evicts:
+        config, policy = self.document_of(kv).config, self.policy_of(kv)
+        if config.evict_free_ratio >= 1 or policy.signals or not policy.evicts:
             return
-        if kv.num_tokens < self.first_eviction_at(kv.prefill_end):
+        if kv.num_tokens < first_eviction_at(config, kv.prefill_end):
             return
         live_ids = kv.table.live_ids()
         victims = self._select(kv, kv.num_tokens, live_ids, None)
         if len(victims):
-            kv.next_evict_at = kv.num_tokens + self._config.evict_interval_tokens
+            kv.next_evict_at = kv.num_tokens + config.evict_interval_tokens
             self._evict(kv, kv.num_tokens, live_ids, victims)
 
     def _select(
         self, kv: RequestKV, num_computed: int, live_ids: IdArray, signals: RequestSignals | None
     ) -> IdArray:
-        config, policy = self._config, self.policy_of(kv)
-        excess = len(live_ids) - self.target_of(kv, num_computed)
-        if excess <= 0:
+        document = self.document_of(kv)
+        policy = self.policy_of(kv, document)
+        if len(live_ids) <= self.target_of(kv, num_computed):
             return live_ids[:0]
         seen = _usable(policy.signals, signals, live_ids)
         if seen is None:
             self.postpone(kv, num_computed)
             return live_ids[:0]
         kv.window_missed = False
-        view = LiveView(
-            live_ids,
-            num_computed,
-            kv.num_prompt_tokens,
-            kv.request_seed,
-            seen.values,
-            kv.table.block_size,
-        )
-        protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
-        protect_spans(view, kv.options.protect, protected)
-        protected |= _without_score(policy, kv, seen)  # must not die first
-        if policy.whole_pages:
-            protected = protect_partial_pages(view, protected)
-            excess -= excess % view.page_size
-        num_victims = min(excess, len(live_ids) - int(np.count_nonzero(protected)))
-        if num_victims <= 0:
+        choice = what_may_go(kv, policy, document.config, num_computed, seen)
+        if choice.num_victims <= 0:
             return live_ids[:0]
         try:
-            return checked_victims(policy, view, num_victims, protected)
+            return checked_victims(policy, *choice)
         except Exception:
             # A broken policy must not take the engine down; the request keeps its tokens.
             logger.exception("policy %r failed on request %s", policy.name, kv.req_id)
@@ -192,6 +192,55 @@ class Evictor:
             return
         kv.give_back(empty, self._pool)
         self._stats.inc("freed_blocks_total", len(empty), "empty")
+
+
+class Choice(NamedTuple):
+    """What a policy is asked for one eviction; see :meth:`EvictionPolicy.select_victims`."""
+
+    view: LiveView
+    num_victims: int
+    protected: BoolArray
+
+
+def first_eviction_at(config: VTokenConfig, prefill_end: int) -> int:
+    """Logical length from which a request may lose tokens."""
+    return 0 if config.evict_during_prefill else prefill_end
+
+
+def what_may_go(
+    kv: RequestKV,
+    policy: EvictionPolicy,
+    config: VTokenConfig,
+    num_computed: int,
+    seen: RequestSignals,
+) -> Choice:
+    """How many tokens a request over its budget must lose, and which it may lose; pure.
+
+    Args:
+        kv: the request.
+        policy: of the request.
+        config: budget and protection, where the request has none of its own.
+        num_computed: tokens whose K/V exists.
+        seen: its live tokens below ``num_computed``, with the signals of ``policy``.
+    """
+    live_ids = seen.token_ids
+    excess = len(live_ids) - kv.options.target_live_tokens(config, num_computed)
+    view = LiveView(
+        live_ids,
+        num_computed,
+        kv.num_prompt_tokens,
+        kv.request_seed,
+        seen.values,
+        kv.table.block_size,
+    )
+    protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
+    protect_spans(view, kv.options.protect, protected)
+    protected |= _without_score(policy, kv, seen)  # must not die first
+    if policy.whole_pages:
+        protected = protect_partial_pages(view, protected)
+        excess -= excess % view.page_size
+    num_victims = min(excess, len(live_ids) - int(np.count_nonzero(protected)))
+    return Choice(view, num_victims, protected)
 
 
 def _without_score(policy: EvictionPolicy, kv: RequestKV, seen: RequestSignals) -> BoolArray:

@@ -21,6 +21,7 @@ class Receipt:
 
     Attributes:
         policy: the one in force for it at last.
+        policy_version: of the policy document that it followed at last.
         evicted_tokens: tokens that its answer's last tokens could not see any more.
         live_tokens: the others.
         freed_blocks: blocks that it let go before its end, net of destinations. Of these, the
@@ -28,6 +29,7 @@ class Receipt:
     """
 
     policy: str
+    policy_version: int
     evicted_tokens: int
     live_tokens: int
     freed_blocks: int
@@ -39,7 +41,7 @@ class Receipts:
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, dict[str, Receipt]] = OrderedDict()
 
-    def add(self, kv: RequestKV, policy: str) -> None:
+    def add(self, kv: RequestKV, policy: str, policy_version: int) -> None:
         """Keep the request's numbers; those of an earlier life of it are replaced.
 
         Without a key (``vtoken_receipt: true`` of an offline caller) nobody could fetch them.
@@ -48,7 +50,7 @@ class Receipts:
         if not isinstance(key, str):
             return
         freed = kv.num_places - kv.num_retained
-        receipt = Receipt(policy, kv.num_evicted, kv.num_live, freed)
+        receipt = Receipt(policy, policy_version, kv.num_evicted, kv.num_live, freed)
         self._by_key.setdefault(key, {})[kv.req_id] = receipt
         self._by_key.move_to_end(key)
         if len(self._by_key) > MAX_RECEIPTS:
@@ -59,6 +61,7 @@ class Receipts:
         found = list(self._by_key.pop(key, {}).values())
         return {
             "policy": found[-1].policy if found else None,
+            "policy_version": found[-1].policy_version if found else None,
             "num_sequences": len(found),
             "evicted_tokens": sum(receipt.evicted_tokens for receipt in found),
             "live_tokens": sum(receipt.live_tokens for receipt in found),

@@ -60,6 +60,7 @@ class RequestKV:
         kept_columns: with the row last built: columns of the row before that survived, None if
             no token was evicted in between or nobody observes.
         options: what the request itself asked for.
+        generation: in which it arrived; says which policy document it follows.
     """
 
     req_id: str
@@ -78,6 +79,7 @@ class RequestKV:
     window_missed: bool = False
     kept_columns: NDArray[np.int32] | None = None
     options: RequestOptions = NO_OPTIONS
+    generation: int = 0
 
     @property
     def table(self) -> TokenTable:

@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from vtoken import invariants
 from vtoken.config import VTokenConfig
+from vtoken.documents import Document
 from vtoken.errors import ConfigError, InvariantViolationError
-from vtoken.eviction import Evictor
+from vtoken.eviction import Evictor, first_eviction_at
+from vtoken.history import MAX_NOTE_CHARS, ChangeInfo, History
 from vtoken.observation import (
     ATTENTION_SIGNALS,
     PREFILL_SIGNALS,
@@ -34,6 +36,7 @@ from vtoken.observation import (
 )
 from vtoken.occupancy import BlockOccupancy
 from vtoken.ports import BlockPoolPort
+from vtoken.preview import preview, warnings
 from vtoken.receipts import Receipts
 from vtoken.reclamation import ReclamationManager
 from vtoken.request_kv import RelocationPlan, RequestKV
@@ -43,6 +46,9 @@ from vtoken.token_table import TokenTable
 from vtoken.types import SlotArray
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN = ChangeInfo()
+"""Of changes that nobody signed."""
 
 SAMPLED_VERIFY_INTERVAL = 16
 """With ``verify=sampled`` one batch in this many is hashed and checked."""
@@ -57,8 +63,6 @@ class TokenLayer:
         Raises:
             ConfigError: the policy or its arguments are unknown.
         """
-        self.config = config
-        self.policy_version = 1
         self.stats = VTokenStats()
         self.requests: dict[str, RequestKV] = {}
         self.relocation_disabled: str | None = None  # the violation that stopped it
@@ -66,10 +70,21 @@ class TokenLayer:
         self.evictor = Evictor(config, pool, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
         self.receipts = Receipts()
+        self.history = History(config)
         self._pool = pool
         self._observation: ObservationSpec | None = None
         self._observe_what_is_needed()
         self._check_headroom(config)
+
+    @property
+    def config(self) -> VTokenConfig:
+        """In force for new requests and for the pool; some requests may keep an older one."""
+        return self.evictor.documents.current.config
+
+    @property
+    def policy_version(self) -> int:
+        """Of the policy document in force."""
+        return self.evictor.documents.current.version
 
     # -- requests --------------------------------------------------------------------------
 
@@ -80,6 +95,7 @@ class TokenLayer:
         prefill_end: int,
         request_seed: int,
         options: RequestOptions = NO_OPTIONS,
+        generation: int | None = None,
     ) -> RequestKV:
         """Start to track a request that is new or resumed after preemption.
 
@@ -90,15 +106,18 @@ class TokenLayer:
                 unless ``evict_during_prefill``.
             request_seed: see :class:`~vtoken.policies.base.LiveView`.
             options: what the request itself asks for; its policy must exist.
+            generation: ``documents.generation`` at its arrival; by default it arrives now.
         """
         assert req_id not in self.requests, f"request {req_id} is already tracked"
         table = TokenTable(self._pool.block_size)
         blocks = self.occupancy.new_request()
-        due = self.evictor.first_eviction_at(prefill_end)
+        documents = self.evictor.documents
+        generation = documents.generation if generation is None else generation
+        due = first_eviction_at(documents.of(generation).config, prefill_end)
         kv = RequestKV(req_id, table, blocks, num_prompt_tokens, request_seed, prefill_end, due)
-        kv.options = options
+        kv.options, kv.generation = options, generation
         self.requests[req_id] = kv
-        if options.policy_key is not None:
+        if self._may_need_other_signals(kv):
             self._observe_what_is_needed()
         return kv
 
@@ -108,8 +127,8 @@ class TokenLayer:
         if kv is None:
             return
         if kv.options.receipt:
-            self.receipts.add(kv, self.evictor.policy_of(kv).name)
-        if kv.options.policy_key is not None:
+            self._add_receipt(kv)
+        if self._may_need_other_signals(kv):
             self._observe_what_is_needed()
         self.stats.observe("request_retained_blocks", kv.blocks.retained)
         self.stats.observe("request_evicted_tokens", kv.num_evicted)
@@ -162,11 +181,15 @@ class TokenLayer:
         """What the worker must observe for the policies in use; None: nothing at all."""
         return self._observation
 
+    def _may_need_other_signals(self, kv: RequestKV) -> bool:
+        """Whether the request has another policy than new requests without options get."""
+        kept = self.evictor.documents.is_kept(kv.generation)
+        return kept or kv.options.policy_key is not None
+
     def _observe_what_is_needed(self) -> None:
-        """After policies in use changed: the service's, and those that requests brought along."""
-        signals = self.evictor.policy.signals.union(
-            *(self.signals_of(kv) for kv in self.requests.values() if kv.options.policy_key)
-        )
+        """After policies in use changed: the service's, and those of single requests."""
+        others = filter(self._may_need_other_signals, self.requests.values())
+        signals = self.evictor.policy.signals.union(*map(self.signals_of, others))
         layers = self.config.score_layers
         self._observation = ObservationSpec(signals, layers) if signals else None
 
@@ -176,14 +199,15 @@ class TokenLayer:
 
     def to_observe(self, kv: RequestKV, num_before: int, num_after: int) -> Observe | None:
         """Which queries of a step are observed; see :func:`queries_to_observe`."""
+        config = self.evictor.document_of(kv).config
         return queries_to_observe(
             self.signals_of(kv),
-            self.config,
+            config,
             num_before,
             num_after,
             kv.prefill_end,
             kv.next_evict_at,
-            self.evictor.may_evict(),
+            self.evictor.may_evict(config),
             kv.window_missed,
         )
 
@@ -317,43 +341,96 @@ class TokenLayer:
             "relocation is stopped, serving goes on in mode naive until mode is set again: %s",
             error,
         )
-        self.config = dataclasses.replace(self.config, mode="naive")
-        self.reclamation.reconfigure(self.config)
-        self.policy_version += 1
+        before = self.evictor.documents.current
+        config = dataclasses.replace(before.config, mode="naive")
+        # Every request follows, as the mode is the pool's; nobody's evictions change.
+        self.evictor.documents.current = Document(before.version + 1, config, before.policy)
+        self.reclamation.reconfigure(config)
+        info = ChangeInfo(by="vtoken", action="safety", note=str(error)[:MAX_NOTE_CHARS])
+        self.history.record(self.policy_version, before.config, config, info)
 
     # -- control ---------------------------------------------------------------------------
 
-    def patch(self, changes: Mapping[str, Any]) -> VTokenConfig:
-        """Change live settings; running requests are due at once under the new ones.
+    def patch(self, changes: Mapping[str, Any], info: ChangeInfo = UNKNOWN) -> VTokenConfig:
+        """Change live settings by a merge patch; see :meth:`change`."""
+        return self.change(self.config.patched(changes), info)
 
-        A request with its own policy and budget is not: only the rest of the settings, such as
-        ``recent_tokens``, is new to it, from its next eviction on.
+    def change(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> VTokenConfig:
+        """Put another document in force, and remember that.
+
+        Running requests are due at once under it, unless ``info`` says that it is for new ones
+        only: then requests keep what they follow until they end, but for settings of the pool.
+        A request with its own policy and budget is not due: only the rest of the settings, such
+        as ``recent_tokens``, is new to it, from its next eviction on.
 
         Raises:
-            ConfigError: a field is unknown, fixed or out of bounds; nothing was changed.
+            ConfigError: a field is out of bounds; nothing was changed.
         """
-        config = self.config.patched(changes)
-        self._check_headroom(config)
-        before = self.evictor.policy.signals
-        self.evictor.reconfigure(config)
+        document = self.check(config)
+        before = self.config
+        signals = {kv.req_id: self.signals_of(kv) for kv in self.requests.values()}
+        self.evictor.install(document, for_new_only=info.apply_to == "new")
         self.reclamation.reconfigure(config)
-        self.config = config
         if config.relocates:
             self.relocation_disabled = None
-        self.policy_version += 1
+        self.history.record(document.version, before, config, info)
         self.stats.inc("policy_changes_total")
         self._observe_what_is_needed()
-        missing = (self.evictor.policy.signals - before) & ATTENTION_SIGNALS
         for kv in self.requests.values():
-            has_own_policy = kv.options.policy_key is not None
-            if has_own_policy and kv.options.has_own_budget:
-                continue
-            kv.next_evict_at = self.evictor.first_eviction_at(kv.prefill_end)
-            if missing and not has_own_policy and kv.table.num_tokens >= kv.prefill_end:
-                # Scores of the old policy's making, or none: observe for one interval first.
-                self.evictor.postpone(kv, kv.table.num_tokens)
-                kv.window_missed = bool(missing & PREFILL_SIGNALS)
+            if not self.evictor.documents.is_kept(kv.generation):
+                self._follow(kv, signals[kv.req_id])
         return config
+
+    def check(self, config: VTokenConfig) -> Document:
+        """The document that :meth:`change` would put in force; changes nothing.
+
+        Raises:
+            ConfigError: the policy is unknown, or the pool is too small for the headroom.
+        """
+        self._check_headroom(config)
+        return self.evictor.documents.make(config)
+
+    def preview(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> dict[str, Any]:
+        """What :meth:`change` would do; changes nothing. See :mod:`vtoken.preview`.
+
+        Raises:
+            ConfigError: as :meth:`change`.
+        """
+        found = preview(self.evictor, self.requests.values(), self.check(config), info)
+        return {**found, "warnings": self.warnings(config, info)}
+
+    def warnings(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> list[str]:
+        """What a person should know about :meth:`change`, in sentences; changes nothing.
+
+        Raises:
+            ConfigError: as :meth:`change`.
+        """
+        document = self.check(config)
+        found = warnings(self.evictor, list(self.requests.values()), document, info)
+        if self.relocation_disabled is not None and config.relocates:
+            reason = self.relocation_disabled
+            found.append(f"relocation: a violation stopped it, and mode lazy starts it: {reason}")
+        return found
+
+    def _follow(self, kv: RequestKV, signals_before: frozenset[str]) -> None:
+        """Make the request due under a document that is new to it."""
+        if kv.options.policy_key is not None and kv.options.has_own_budget:
+            return
+        config = self.evictor.document_of(kv).config
+        kv.next_evict_at = first_eviction_at(config, kv.prefill_end)
+        missing = (self.signals_of(kv) - signals_before) & ATTENTION_SIGNALS
+        if missing and kv.table.num_tokens >= kv.prefill_end:
+            # Scores of the old policy's making, or none: observe for one interval first.
+            self.evictor.postpone(kv, kv.table.num_tokens)
+            kv.window_missed = bool(missing & PREFILL_SIGNALS)
+
+    def release_documents(self, generations: Collection[int]) -> None:
+        """Forget kept documents that nobody follows any more.
+
+        Args:
+            generations: of all requests that have arrived and not ended, waiting ones included.
+        """
+        self.evictor.documents.release(generations)
 
     def receipt(self, key: str) -> dict[str, Any]:
         """What became of the requests that asked for a receipt under ``key``; takes it.
@@ -362,8 +439,15 @@ class TokenLayer:
         """
         for kv in self.requests.values():
             if kv.options.receipt == key:
-                self.receipts.add(kv, self.evictor.policy_of(kv).name)
-        return {**self.receipts.take(key), "policy_version": self.policy_version}
+                self._add_receipt(kv)
+        taken = self.receipts.take(key)
+        if taken["policy_version"] is None:
+            taken["policy_version"] = self.policy_version
+        return taken
+
+    def _add_receipt(self, kv: RequestKV) -> None:
+        version = self.evictor.document_of(kv).version
+        self.receipts.add(kv, self.evictor.policy_of(kv).name, version)
 
     def _check_headroom(self, config: VTokenConfig) -> None:
         total = self._pool.num_total_blocks
@@ -378,13 +462,17 @@ class TokenLayer:
 
     @property
     def admits_in_parts(self) -> bool:
-        """Whether a prompt may be larger than the free part of the pool.
+        """Whether any prompt may be larger than the free part of the pool."""
+        return any(map(self.admits_in_parts_under, self.evictor.documents.in_use()))
+
+    def admits_in_parts_under(self, document: Document) -> bool:
+        """Whether prompts under this document may be larger than the free part of the pool.
 
         Only where what is evicted between its chunks is sure to become free blocks: in ``naive``
         a few scattered survivors would keep them all, and the request would be preempted.
         """
-        config = self.config
-        return config.evict_during_prefill and config.relocates and self.evictor.policy.evicts
+        relocates = self.config.relocates
+        return document.config.evict_during_prefill and relocates and document.policy.evicts
 
     def pool_state(self) -> dict[str, float]:
         """Gauges of the pool as plain numbers, named as the metrics are."""

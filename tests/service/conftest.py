@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from service import admin
 from service.auth import AdminGuard
+from service.auth_keys import KeyRing
 from service.endpoint_plugin import ServiceState
 from service.engine_link import EngineLink
 from vtoken.config import LIVE_FIELDS, VTokenConfig
@@ -50,6 +51,8 @@ class FakeEngine:
             "snapshot": self.snapshot,
             "get_policy": self._policy,
             "set_policy": lambda: self._set_policy(payload),
+            "rollback_policy": self._policy,
+            "policy_history": lambda: {"version": self.version, "history": [], "max_changes": 1},
             "state": lambda: {"pool": {"free_blocks": 7}, "requests": []},
             "policies": lambda: [{"name": "streaming_llm"}],
         }
@@ -82,6 +85,11 @@ class FakeEngine:
         return self._policy()
 
 
+def make_keys(keys: tuple[str, ...]) -> KeyRing:
+    """Admin keys named ``admin-1``, ``admin-2``, …"""
+    return KeyRing.of("admin", {f"admin-{n}": key for n, key in enumerate(keys, 1)})
+
+
 def make_link(
     engine: FakeEngine, *, mode: str = "lazy", timeout_seconds: float = 5.0
 ) -> EngineLink:
@@ -107,7 +115,7 @@ class Door:
         self.app = FastAPI()
         admin.attach(self.app)
         link = make_link(engine, mode=mode, timeout_seconds=timeout_seconds)
-        self.app.state.vtoken = ServiceState(link, AdminGuard(keys))
+        self.app.state.vtoken = ServiceState(link, AdminGuard(make_keys(keys)))
 
     def send(
         self, method: str, path: str, *, key: str | None = ADMIN_KEY, **options: Any

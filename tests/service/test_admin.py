@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from service.admin import MAX_BODY_BYTES
+from service.admin_body import MAX_BODY_BYTES
 
 
 def test_get_policy_gives_document_and_etag(door):

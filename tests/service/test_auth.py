@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.auth import AdminGuard
+from service.auth_keys import KeyRing
 from service.errors import AdminClosedError, UnauthorizedError
 
 ROUTES = [
@@ -12,7 +13,13 @@ ROUTES = [
     ("PATCH", "/admin/policy"),
     ("GET", "/admin/policies"),
     ("GET", "/admin/state"),
+    ("GET", "/admin/policy/history"),
+    ("POST", "/admin/policy/rollback"),
 ]
+
+
+def make_keys(*keys: str) -> KeyRing:
+    return KeyRing.of("admin", {key: key for key in keys})
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -50,18 +57,18 @@ def test_every_route_opens_with_the_key(door, method, path):
 def test_guard_refuses_other_headers(header):
     """Anything but the exact scheme and key is refused, bytes beyond ASCII included."""
     with pytest.raises(UnauthorizedError):
-        AdminGuard(["k"]).check(header)
+        AdminGuard(make_keys("k")).check(header)
 
 
 @pytest.mark.parametrize("header", ["Bearer k", "bearer k", "BEARER  k", "Bearer clé"])
 def test_guard_accepts_any_configured_key(header):
     """Several keys are valid at once; the scheme's case does not matter."""
-    AdminGuard(["k", "clé"]).check(header)
+    AdminGuard(make_keys("k", "clé")).check(header)
 
 
 def test_guard_without_keys_is_closed():
     """An empty list of keys is not a key that is empty."""
-    guard = AdminGuard([])
+    guard = AdminGuard(make_keys())
     assert not guard.is_open
     with pytest.raises(AdminClosedError):
         guard.check("Bearer ")

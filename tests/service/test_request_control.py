@@ -187,7 +187,7 @@ def test_long_values_are_not_repeated(service):
 
 def test_the_present_document_counts(service, engine, make):
     """After a change through this service, budgets are held against the new sinks."""
-    asyncio.run(service.link.set_policy({"sink_tokens": 100}, None))
+    asyncio.run(service.link.set_policy({"sink_tokens": 100}))
     assert "= 132" in service.post(xargs(budget_tokens=132)).json()["error"]["message"]
     assert service.post(xargs(budget_tokens=133)).status_code == 200
 

@@ -41,6 +41,7 @@ SAMPLES = {
     "verify": "full",
     "record_evictions": "true",
     "relocate_shared": "true",
+    "max_blocks_per_request": "64",
     "score_layers": "9,0",
     "score_interval_steps": "5",
     "score_window_tokens": "3",
@@ -55,6 +56,7 @@ EXPECTED = {
     "evict_during_prefill": True,
     "record_evictions": True,
     "relocate_shared": True,
+    "max_blocks_per_request": 64,
 }
 
 
@@ -197,12 +199,18 @@ def test_flags_fit_into_another_parser():
 
 def test_admin_keys_come_from_variable_and_file(monkeypatch, tmp_path):
     """All of them count; comments and blank lines do not."""
-    assert load_service_settings().admin_keys() == ()
+    assert load_service_settings().admin_keys().is_empty
     path = tmp_path / "keys"
     path.write_text("# team\nsecond \n\nthird\n")
     monkeypatch.setenv("VTOKEN_ADMIN_KEY_FILE", str(path))
     monkeypatch.setenv("VTOKEN_ADMIN_KEY", "first")
-    assert load_service_settings().admin_keys() == ("first", "second", "third")
+    ring = load_service_settings().admin_keys()
+    assert [ring.name_of(key) for key in ("first", "second", "third", "# team")] == [
+        "admin",
+        "admin-1",
+        "admin-2",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("content", [None, "", "# only a comment\n", b"\xff\xfe"])

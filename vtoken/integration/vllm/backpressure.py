@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtoken.integration.vllm.compat.scheduler_side import is_running, is_waiting
-from vtoken.integration.vllm.options import options_of
+from vtoken.integration.vllm.options import generation_of, options_of
 from vtoken.ports import BlockPoolPort
 from vtoken.token_layer import TokenLayer
 
@@ -53,12 +53,15 @@ class Backpressure:
         more than its budget.
         """
         layer, options = self._layer, options_of(request)
-        if not layer.admits_in_parts or options.policy_key is not None or options.protect:
+        document = layer.evictor.documents.of(generation_of(request))
+        if not layer.admits_in_parts_under(document):
+            return None
+        if options.policy_key is not None or options.protect:
             return None
         if not self._num_running():
             return 0
         num_tokens: int = request.num_tokens
-        kept = min(num_tokens, options.target_live_tokens(layer.config, num_tokens))
+        kept = min(num_tokens, options.target_live_tokens(document.config, num_tokens))
         return -(-kept // self._pool.block_size) + 1
 
     def max_step_tokens(self) -> int | None:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vtoken.block_map import block_map
-from vtoken.config import LIVE_FIELDS
+from vtoken.config import LIVE_FIELDS, VTokenConfig
 from vtoken.errors import ConfigError, VTokenError
+from vtoken.history import MAX_CHANGES, ChangeInfo, diff
 from vtoken.integration.vllm.block_manager import VLLMBlockPool
+from vtoken.integration.vllm.options import generation_of
 from vtoken.integration.vllm.scheduler import VTokenSchedulerMixin
 from vtoken.policies.registry import catalogue
 
@@ -63,20 +65,64 @@ def _snapshot(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
 
 def _get_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
     layer = scheduler.layer
-    values = layer.config.to_dict()
-    document = {name: values[name] for name in values if name in LIVE_FIELDS}
+    document = _live_fields(layer.config)
     return {"version": layer.policy_version, "document": document, "mode": layer.config.mode}
 
 
+def _live_fields(config: VTokenConfig) -> Payload:
+    values = config.to_dict()
+    return {name: values[name] for name in values if name in LIVE_FIELDS}
+
+
 def _set_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    """A merge patch: ``changes``, and what :func:`_change` takes."""
+    config = scheduler.layer.config.patched(payload["changes"])
+    return _change(scheduler, payload, config, _info(payload, "patch"))
+
+
+def _rollback_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    """Back to the values of ``version`` (default: the one before), and what _change takes."""
+    wanted = scheduler.layer.history.find(payload.get("version"))
+    info = _info(payload, "rollback", rolled_back_to=wanted.version)
+    return _change(scheduler, payload, wanted.config, info)
+
+
+def _info(payload: Payload, action: str, **more: Any) -> ChangeInfo:
+    given = {name: payload[name] for name in ("by", "note", "apply_to") if payload.get(name)}
+    return ChangeInfo(action=action, **given, **more)
+
+
+def _change(
+    scheduler: VTokenSchedulerMixin, payload: Payload, config: VTokenConfig, info: ChangeInfo
+) -> Payload:
+    """Put ``config`` in force, or with ``dry_run`` say what that would do.
+
+    Raises:
+        VersionConflictError: ``expected_version`` is given and is not the present one.
+        ConfigError: the configuration cannot be used.
+    """
     layer = scheduler.layer
     expected = payload.get("expected_version")
     if expected is not None and expected != layer.policy_version:
         raise VersionConflictError(
             f"policy is at version {layer.policy_version}, the change expects {expected}"
         )
-    layer.patch(payload["changes"])
-    return _get_policy(scheduler, payload)
+    if payload.get("dry_run"):
+        found = layer.preview(config, info)
+        return {**_get_policy(scheduler, {}), "document": _live_fields(config), **found}
+    found = {"changes": diff(layer.config, config), "warnings": layer.warnings(config, info)}
+    layer.change(config, info)
+    layer.release_documents({generation_of(request) for request in scheduler.requests.values()})
+    return {**_get_policy(scheduler, {}), **found}
+
+
+def _policy_history(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
+    layer = scheduler.layer
+    return {
+        "version": layer.policy_version,
+        "history": [change.to_dict() for change in layer.history],
+        "max_changes": MAX_CHANGES,
+    }
 
 
 def _state(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
@@ -100,6 +146,7 @@ def _request_state(scheduler: VTokenSchedulerMixin, req_id: str) -> Payload:
         "request_id": req_id,
         "status": request.status.name.lower(),
         "policy": scheduler.layer.evictor.policy_of(kv).name,
+        "policy_version": scheduler.layer.evictor.document_of(kv).version,
         "num_tokens": request.num_tokens,
         "num_computed_tokens": request.num_computed_tokens,
         "live_tokens": kv.table.num_live,
@@ -120,7 +167,8 @@ def _blocks(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
         pool.block_size,
         payload["max_cells"],
     )
-    return {**cells, "seconds": time.perf_counter() - start}
+    spent = time.perf_counter() - start
+    return {**cells, "policy_version": layer.policy_version, "seconds": spent}
 
 
 def _policies(scheduler: VTokenSchedulerMixin, payload: Payload) -> list[Payload]:
@@ -139,6 +187,8 @@ OPERATIONS: dict[str, Callable[[VTokenSchedulerMixin, Payload], Any]] = {
     "snapshot": _snapshot,
     "get_policy": _get_policy,
     "set_policy": _set_policy,
+    "rollback_policy": _rollback_policy,
+    "policy_history": _policy_history,
     "state": _state,
     "blocks": _blocks,
     "policies": _policies,

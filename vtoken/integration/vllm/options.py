@@ -1,4 +1,4 @@
-"""The options of single requests on vLLM's side: read when a request arrives, kept on it.
+"""What the token layer keeps on vLLM's requests from their arrival on: options and generation.
 
 The API process has answered 400 to what is wrong; a request of an offline caller, or of a route
 that the API process does not look at, is checked here for the first time.
@@ -17,6 +17,7 @@ from vtoken.request_options import NO_OPTIONS, RequestOptions
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "vtoken_options"
+_GENERATION = "vtoken_generation"
 
 
 def read_options(request: Request, seed: int) -> bool:
@@ -48,3 +49,14 @@ def options_of(request: Request) -> RequestOptions:
     """What :func:`read_options` found."""
     options: RequestOptions = getattr(request, _ATTRIBUTE, NO_OPTIONS)
     return options
+
+
+def set_generation(request: Request, generation: int) -> None:
+    """Note which policy document was in force when the request arrived."""
+    setattr(request, _GENERATION, generation)
+
+
+def generation_of(request: Request) -> int:
+    """What :func:`set_generation` noted; preemption does not change it."""
+    generation: int = getattr(request, _GENERATION, 0)
+    return generation

@@ -31,7 +31,12 @@ from vtoken.integration.vllm.compat.scheduler_side import (
     limited_step,
 )
 from vtoken.integration.vllm.messages import ATTRIBUTE, StepMessage, StepReport
-from vtoken.integration.vllm.options import options_of, read_options
+from vtoken.integration.vllm.options import (
+    generation_of,
+    options_of,
+    read_options,
+    set_generation,
+)
 from vtoken.integration.vllm.step import evict_due, step_message
 from vtoken.integration.vllm.support import check_groups, check_supported, vtoken_config
 from vtoken.request_kv import RequestKV
@@ -74,6 +79,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
         """As vLLM's; a request whose options are not valid ends with an error in the next step."""
         if not read_options(request, self.layer.config.seed):
             self._refused.append(request.request_id)
+        set_generation(request, self.layer.evictor.documents.generation)
         super().add_request(request)
 
     # -- the step --------------------------------------------------------------------------
@@ -139,6 +145,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
             prefill_end=request.num_tokens,
             request_seed=zlib.crc32(prompt.tobytes()),
             options=options_of(request),
+            generation=generation_of(request),
         )
 
     def _settle(self, report: StepReport) -> list[str]:
