@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
-from service import admin, metrics
+from service import admin, blocks, metrics, ui
 from service.auth import AdminGuard
 from service.engine_link import EngineLink
 from service.poller import MetricsPoller
@@ -52,6 +52,8 @@ class VTokenEndpointPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Add the admin routes and the per-request control; mutates ``app``."""
         admin.attach(app)
+        blocks.attach(app)
+        ui.attach(app)
         # Innermost: behind vLLM's API key, and inside its request metrics.
         app.user_middleware.append(Middleware(RequestControl))
 

@@ -15,7 +15,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -60,7 +60,19 @@ def debian_tool(name: str) -> Path:
     """``promtool`` or ``prometheus``; raises :class:`ToolMissingError`."""
     if found := shutil.which(name):
         return Path(found)
-    return _once("prometheus-deb", _unpack_prometheus) / "usr" / "bin" / name
+    folder = _once("prometheus-deb", lambda new: _unpack_packages(["prometheus"], new))
+    return folder / "usr" / "bin" / name
+
+
+def debian_packages(name: str, packages: Sequence[str]) -> Path:
+    """A folder with these packages of Debian unpacked, and with those they need that are not
+    installed here; raises :class:`ToolMissingError`.
+    """
+
+    def make(folder: Path) -> None:
+        _unpack_packages(_with_dependencies(packages), folder)
+
+    return _once(name, make)
 
 
 def _from_wheel(distribution: str, unpack: Callable[[Path, Path], None]) -> Path:
@@ -122,21 +134,35 @@ def _unpack_all(wheel: Path, folder: Path) -> None:
         files.extractall(folder)
 
 
-def _unpack_prometheus(folder: Path) -> None:
+def _with_dependencies(packages: Sequence[str]) -> list[str]:
+    simulate = ["apt-get", "install", "--simulate", "--no-install-recommends", *packages]
+    lines = _with_lists(simulate).splitlines()
+    return [line.split()[1] for line in lines if line.startswith("Inst ")]
+
+
+def _unpack_packages(packages: Sequence[str], folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
-        download = ["apt-get", "download", "--quiet", "prometheus"]
-        try:
-            _run(download, cwd=temporary)
-        except ToolMissingError:  # a new machine has no package lists; updating them needs root
-            _run(["apt-get", "update", "--quiet"])
-            _run(download, cwd=temporary)
-        (package,) = Path(temporary).glob("prometheus_*.deb")
-        _run(["dpkg-deb", "--extract", str(package), str(folder)])
+        _with_lists(["apt-get", "download", "--quiet", *packages], cwd=temporary)
+        for package in Path(temporary).glob("*.deb"):
+            _run(["dpkg-deb", "--extract", str(package), str(folder)])
 
 
-def _run(command: list[str], cwd: str | None = None) -> None:
+def _with_lists(command: list[str], cwd: str | None = None) -> str:
+    """Run apt; a new machine has no package lists, and updating them needs root."""
     try:
-        subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True, timeout=300)
+        return _run(command, cwd)
+    except ToolMissingError:
+        _run(["apt-get", "update", "--quiet"])
+        return _run(command, cwd)
+
+
+def _run(command: list[str], cwd: str | None = None) -> str:
+    """What it printed."""
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, check=True, capture_output=True, text=True, timeout=300
+        )
+        return done.stdout
     except FileNotFoundError as error:
         raise ToolMissingError(f"{command[0]} is not installed") from error
     except subprocess.CalledProcessError as error:

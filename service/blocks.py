@@ -1,0 +1,77 @@
+"""``GET /admin/blocks``: the pool block by block, for the page at ``/vtoken/ui``.
+
+Drawing it up takes the engine's time between two steps (0.3 µs a block), so however many people
+look and however often they ask, the engine is asked so rarely that maps take at most
+:data:`MAX_ENGINE_RATIO` of its time; in between everybody gets the last map.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from service.auth import require_admin
+from service.engine_link import EngineLink
+
+MAX_CELLS = 4096
+"""A larger pool is summed up: a screen shows no more, and 4096 cells are some 40 KiB."""
+MAX_ENGINE_RATIO = 0.005
+MIN_INTERVAL_SECONDS = 0.5
+
+router = APIRouter(prefix="/admin", tags=["vToken"], dependencies=[Depends(require_admin)])
+
+
+class BlockMaps:
+    """Asks the engine for a map, but not too often."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._last: dict[str, Any] | None = None
+        self._read_at = 0.0
+
+    async def get(self, link: EngineLink) -> dict[str, Any]:
+        """The map, with ``age_seconds`` and the ``interval_seconds`` in which it is renewed.
+
+        Raises:
+            AdminError: the engine cannot be asked; an old map is no answer to that.
+        """
+        async with self._lock:
+            if self._last is None or self._clock() - self._read_at >= self._interval:
+                self._last = None  # if this fails, the next caller tries again
+                self._last = await link.blocks(MAX_CELLS)
+                self._read_at = self._clock()
+            age = self._clock() - self._read_at
+            return {**self._last, "age_seconds": age, "interval_seconds": self._interval}
+
+    @property
+    def _interval(self) -> float:
+        assert self._last is not None
+        return max(MIN_INTERVAL_SECONDS, float(self._last["seconds"]) / MAX_ENGINE_RATIO)
+
+
+def attach(app: FastAPI) -> None:
+    """Add the route to ``app``; mutates it."""
+    app.state.vtoken_blocks = BlockMaps()
+    app.include_router(router)
+
+
+def _link(request: Request) -> EngineLink:
+    return cast(EngineLink, request.app.state.vtoken.link)
+
+
+def _maps(request: Request) -> BlockMaps:
+    return cast(BlockMaps, request.app.state.vtoken_blocks)
+
+
+@router.get("/blocks")
+async def get_blocks(
+    link: Annotated[EngineLink, Depends(_link)], maps: Annotated[BlockMaps, Depends(_maps)]
+) -> JSONResponse:
+    """Blocks held, shared, moving and cached, and live tokens, per cell of neighbouring blocks."""
+    return JSONResponse(await maps.get(link))
