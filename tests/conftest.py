@@ -9,7 +9,9 @@ settings.load_profile("vtoken")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out ``slow`` tests unless ``-m`` or the command line asks for them by name."""
+    """Files with engines first, since they last; ``slow`` tests only by ``-m`` or by name."""
+    with_engine = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in with_engine)
     if "slow" in config.option.markexpr or any("::" in arg for arg in config.args):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

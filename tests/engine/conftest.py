@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import subprocess
@@ -29,23 +31,36 @@ def model_path() -> str:
 
 @pytest.fixture(scope="session")
 def run_arm(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> RunArm:
-    """Run an engine arm and return its results; equal specifications run once."""
-    cache: dict[str, Results] = {}
+    """Run an engine arm and return its results; equal specifications run once.
+
+    Also where several processes share the tests: the results lie in a folder of all of them.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "arms"
+    shared.mkdir(exist_ok=True)
 
     def run(spec: dict[str, Any]) -> Results:
         text = json.dumps({"model": model_path, **spec}, sort_keys=True)
-        if text not in cache:
-            cache[text] = _run(text, tmp_path_factory.mktemp("arm"))
-        return cache[text]
+        folder = shared / hashlib.sha256(text.encode()).hexdigest()[:20]
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            result = folder / "result.json"
+            if not result.exists():
+                _run(text, folder)
+            results: Results = json.loads(result.read_text())
+        return results
 
     return run
 
 
-def _run(spec: str, folder: Path) -> Results:
+def _run(spec: str, folder: Path) -> None:
+    """Write ``result.json`` into ``folder``, or fail the test."""
+    unfinished = folder / "unfinished.json"
     (folder / "spec.json").write_text(spec)
     command = [sys.executable, "-m", "tests.engine.arm"]
     done = subprocess.run(
-        [*command, str(folder / "spec.json"), str(folder / "result.json")],
+        [*command, str(folder / "spec.json"), str(unfinished)],
         cwd=REPOSITORY,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
@@ -55,5 +70,4 @@ def _run(spec: str, folder: Path) -> Results:
     )
     if done.returncode:
         pytest.fail(f"arm ended with {done.returncode}\n{spec}\n{done.stderr[-2500:]}")
-    results: Results = json.loads((folder / "result.json").read_text())
-    return results
+    unfinished.rename(folder / "result.json")
