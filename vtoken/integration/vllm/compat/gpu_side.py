@@ -1,0 +1,98 @@
+"""vLLM's private names on the GPU path: kernel block tables and the metadata of a batch.
+
+Read against vLLM 0.32.0: ``v1/worker/utils.py`` (AttentionGroup), ``v1/attention/backend.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.utils import AttentionGroup
+
+from vtoken.errors import UnsupportedError
+
+
+@contextmanager
+def attention_override(backend_name: str, class_path: str) -> Iterator[None]:
+    """Let layers that are built inside the block use ``class_path`` as backend ``backend_name``.
+
+    Layers ask for their backend once, when they are constructed, so the override may end with
+    model loading. The selector's cache is emptied on both sides: it would hand a class chosen
+    under the other rule to the next model.
+    """
+    backend = AttentionBackendEnum[backend_name]
+    before = registry._ATTN_OVERRIDES.get(backend)
+    registry.register_backend(backend, class_path)
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            backend.clear_override()
+        else:
+            registry.register_backend(backend, before)
+        selector._cached_get_attn_backend.cache_clear()
+
+
+class _LiveGroup(AttentionGroup):
+    """A group whose kernel block table is written by us, not mapped from positional blocks."""
+
+    def _with_kernel_block_table(
+        self, common_attn_metadata: CommonAttentionMetadata, ubatch_idx: int = 0
+    ) -> CommonAttentionMetadata:
+        return common_attn_metadata
+
+
+def take_kernel_block_table(group: AttentionGroup) -> torch.Tensor:
+    """Make ``group``'s persistent kernel block table ours; vLLM stops writing to it.
+
+    Returns:
+        ``[max_num_seqs, width]`` int32, one entry per token; CUDA graphs capture its address.
+
+    Raises:
+        UnsupportedError: the group's kernels do not read blocks of one token, or it has a table
+            per micro-batch.
+    """
+    if group.kernel_block_size != 1:
+        raise UnsupportedError(
+            f"{group.backend.get_name()} reads blocks of {group.kernel_block_size or 'whole'} "
+            "tokens, live tokens need blocks of 1"
+        )
+    tables = group.kernel_block_table
+    if len(tables) != 1:
+        raise UnsupportedError(f"{len(tables)} micro-batches, live tokens need 1")
+    group.__class__ = _LiveGroup
+    table: torch.Tensor = tables[0]
+    return table
+
+
+def with_live_tokens(
+    common: CommonAttentionMetadata,
+    table: torch.Tensor,
+    lens: torch.Tensor,
+    lens_cpu: torch.Tensor,
+    max_len: int,
+) -> CommonAttentionMetadata:
+    """``common`` with live tokens instead of positions; what counts queries stays.
+
+    Args:
+        common: of the batch; not changed.
+        table: int32 ``[num_reqs, width]`` slots.
+        lens, lens_cpu: int32 ``[num_reqs]`` live tokens, on the device and on the host.
+        max_len: the largest of them, or more.
+    """
+    return replace(
+        common,
+        block_table_tensor=table,
+        seq_lens=lens,
+        seq_lens_cpu_upper_bound=lens_cpu,
+        max_seq_len=max_len,
+        _num_computed_tokens_cache=None,
+    )
