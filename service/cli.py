@@ -1,17 +1,19 @@
 """The console command ``vtoken-serve``.
 
 ``vtoken-serve serve [MODEL] [--vtoken-* flags] [every flag of vllm serve]`` starts the service.
-What is wrong with our own flags is said before vLLM is imported. Every foreseen error is one
-sentence on standard error: exit code 2 if the command has to be written differently, 1 if the
-service could not run.
+What is wrong with our own flags is said before vLLM is imported. The other commands never import
+it. Every foreseen error is one sentence on standard error: exit code 2 if the command has to be
+written differently, 1 if the service could not run; see ``service.cli_client`` for the others.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from service.errors import UsageError
@@ -32,11 +34,26 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 USAGE = """\
-usage: vtoken-serve serve [MODEL] [--vtoken-* flags] [flags of vllm serve]
-       vtoken-serve size [--help]
-       vtoken-serve --version
-       vtoken-serve serve --help
+usage: vtoken-serve COMMAND ...
+
+  serve [MODEL]   serve a model: --vtoken-* flags, and every flag of vllm serve
+  size            how many requests of a length a GPU's KV pool holds, computed
+
+of a running service:
+  status          health, pool, policy and requests on one screen
+  policy          get, set, rollback, history: the policy document
+  top             live view of waste, blocks, backpressure and requests
+
+vtoken-serve COMMAND --help says more; vtoken-serve --version names the versions.
 """
+
+_COMMANDS = {
+    "size": "service.size",
+    "status": "service.cli_status",
+    "policy": "service.cli_policy",
+    "top": "service.cli_top",
+}
+"""Commands and the modules whose ``main(argv)`` runs them; only the one that runs is imported."""
 
 _SERVE_HELP = """\
 usage: vtoken-serve serve [MODEL] [--vtoken-* flags] [flags of vllm serve]
@@ -64,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, ConfigError) as error:
         return _complain(error, EXIT_USAGE)
     except VTokenError as error:
-        return _complain(error, EXIT_FAILED)
+        return _complain(error, getattr(error, "exit_code", EXIT_FAILED))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -85,14 +102,17 @@ def _dispatch(argv: list[str]) -> int:
         print(_SERVE_HELP.format(flags=describe_flags()), end="")
     elif command == "serve":
         return _serve(rest)
-    elif command == "size":
-        from service import size
-
-        return size.main(rest)
+    elif command in _COMMANDS:
+        return int(import_module(_COMMANDS[command]).main(rest))
     else:
-        problem = f"unknown command {command!r}" if command else "a command is missing"
-        raise UsageError(f"{problem}; try vtoken-serve serve, or vtoken-serve --help")
+        raise UsageError(_unknown(command))
     return EXIT_OK
+
+
+def _unknown(command: str) -> str:
+    problem = f"unknown command {command!r}" if command else "a command is missing"
+    near = difflib.get_close_matches(command, ["serve", *_COMMANDS], n=1)
+    return f"{problem}; try vtoken-serve {near[0] if near else 'serve'}, or vtoken-serve --help"
 
 
 def _serve(argv: list[str]) -> int:

@@ -71,8 +71,9 @@ class Browser:
                 stderr=subprocess.DEVNULL,
             )
             stack.callback(self._end_process)
-            self._socket = stack.enter_context(connect(self._page_address(), max_size=None))
-            for domain in ("Page", "Runtime", "Log", "Network"):
+            address = self._page_address()
+            self._socket = stack.enter_context(connect(address, max_size=None, ping_interval=None))
+            for domain in ("Page", "Runtime", "Log"):
                 self.call(f"{domain}.enable")
             self.resize(width, height)
             self._stack = stack.pop_all()

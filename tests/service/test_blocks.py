@@ -89,7 +89,8 @@ def test_route_needs_the_admin_key(engine):
     assert num_calls(engine) == 0
     answer = door.send("GET", "/admin/blocks").json()
     assert sum(answer["held"]) == 93
-    assert answer["policy_version"] == 0
+    assert answer["policy_version"] == 1
+    assert answer["seconds"] > 0
 
 
 def test_link_names_the_operation(engine):

@@ -61,16 +61,20 @@ def test_serve_help_shows_every_flag_of_ours_and_the_way_to_vllms(capsys):
 
 
 def test_help_without_command(capsys):
-    """And -h is as good."""
+    """Every command is named, and how to learn more."""
     assert cli.main(["-h"]) == 0
-    assert "vtoken-serve serve" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "COMMAND --help" in text
+    for command in ("serve", "size", "status", "policy", "top"):
+        assert f"\n  {command} " in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ([], "a command is missing"),
-        (["srve"], "unknown command 'srve'"),
+        (["srve"], "unknown command 'srve'; try vtoken-serve serve"),
+        (["polcy"], "unknown command 'polcy'; try vtoken-serve policy"),
         (["serve", "--vtoken-thta-f", "1"], "did you mean --vtoken-theta-f?"),
         (["serve", "--vtoken-theta-f", "1.5"], "theta_f=1.5 is not allowed"),
         (["serve", "--vtoken-theta-f", "high"], "theta_f='high' is not allowed"),
@@ -128,9 +132,9 @@ def test_port_in_use_is_told_before_the_engine_starts():
 
 def test_refused_configuration_is_told_by_this_process():
     """The token layer's reason reaches standard error, and no engine was started."""
-    result = run_command("serve", "--port", "0", "--tensor-parallel-size", "3")
+    result = run_command("serve", "--port", "0", "--pipeline-parallel-size", "3")
     assert result.returncode == 1
-    assert "tensor_parallel_size=3" in sentence_of(result)
+    assert "pipeline_parallel_size=3" in sentence_of(result)
     assert "EngineCore" not in result.stderr + result.stdout
 
 

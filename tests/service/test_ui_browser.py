@@ -97,7 +97,7 @@ def test_every_block_has_the_colour_of_its_utilisation(page, engine, scheme):
     browser, _ = page
     browser.prefer(scheme)
     wait_for_redraw(browser)
-    have, drawn = colours(browser), engine.blocks(4096)
+    have, drawn = colours(browser), engine.ask("blocks", max_cells=4096)
     levels = set()
     for i, held in enumerate(drawn["held"]):
         if drawn["shared"][i]:
@@ -116,7 +116,7 @@ def test_every_block_has_the_colour_of_its_utilisation(page, engine, scheme):
 def test_shared_is_hatched_and_moving_is_framed(page, engine):
     """Two colours inside a shared block; the frame's colour around a moving one, and only there."""
     browser, _ = page
-    have, drawn = colours(browser), engine.blocks(4096)
+    have, drawn = colours(browser), engine.ask("blocks", max_cells=4096)
     for i in range(drawn["num_blocks"]):
         if drawn["shared"][i]:
             row = {pixel(browser, i, x, 9) for x in range(3, 15)}
@@ -154,7 +154,7 @@ def test_map_can_be_read_with_the_keyboard(page, engine):
     assert browser.text("#map-readout").startswith("Block 2: ")
     browser.press("End", 35)
     assert browser.text("#map-readout") == "Block 200: free."
-    moving = engine.blocks(4096)["moving"].index(1)
+    moving = engine.ask("blocks", max_cells=4096)["moving"].index(1)
     for _ in range(199 - moving):
         browser.press("ArrowLeft", 37)
     assert browser.text("#map-readout").endswith("in relocation.")
@@ -259,11 +259,11 @@ def test_policy_form_changes_what_was_changed(page, engine):
     set_field(browser, "theta_f", "0.4")
     browser.press("Enter", 13)
     browser.wait_for("document.getElementById('policy-message').innerText.includes('in force')")
-    assert engine.config.theta_f == 0.4
+    assert engine.layer.config.theta_f == 0.4
     sent = [payload for op, payload in engine.calls if op == "set_policy"]
     assert sent[0]["changes"] == {"theta_f": 0.4}
-    assert sent[0]["expected_version"] == 0
-    assert browser.text("#policy-version") == "(version 1)"
+    assert sent[0]["expected_version"] == 1
+    assert browser.text("#policy-version") == "(version 2)"
     assert browser.run("document.getElementById('field-theta_f').value") == "0.4"
 
 
@@ -275,7 +275,7 @@ def test_refused_value_is_told_at_its_field(page, engine):
     browser.wait_for("document.getElementById('field-theta_f-error').textContent")
     assert "0 <= theta_f < 1" in browser.text("#field-theta_f-error")
     assert browser.run("document.getElementById('field-theta_f').hasAttribute('aria-invalid')")
-    assert engine.version == 0
+    assert engine.layer.policy_version == 1
     browser.problems.clear()  # the browser notes each 422
 
 
@@ -283,14 +283,27 @@ def test_change_of_somebody_else_is_not_overwritten(page, engine):
     """What is being edited stays, the message says so, and the old version is refused."""
     browser, _ = page
     set_field(browser, "theta_f", "0.4")
-    engine.config, engine.version = engine.config.patched({"theta_f": 0.1}), 7
-    browser.wait_for("document.getElementById('policy-message').innerText.includes('version 7')")
+    engine.ask("set_policy", changes={"theta_f": 0.1}, by="somebody else")
+    browser.wait_for("document.getElementById('policy-message').innerText.includes('version 2')")
     assert browser.run("document.getElementById('field-theta_f').value") == "0.4"
     browser.click("#policy button[type=submit]")
     browser.wait_for("document.getElementById('policy-message').innerText.includes('Not applied')")
-    assert engine.config.theta_f == 0.1
+    assert engine.layer.config.theta_f == 0.1
     browser.click("#policy-reset")
     browser.wait_for("document.getElementById('field-theta_f').value == '0.1'")
+    assert "somebody else" in browser.text("#policy-history")
+
+
+def test_preview_changes_nothing(page, engine):
+    """The engine's answer is shown: what differs, and what each request would lose."""
+    browser, _ = page
+    set_field(browser, "budget_tokens", "128")
+    browser.click("#policy-preview")
+    browser.wait_for("!document.getElementById('policy-effect').hidden")
+    effect = json.loads(browser.text("#policy-effect"))
+    assert effect["changes"] == {"budget_tokens": {"from": 1024, "to": 128}}
+    assert {one["request_id"] for one in effect["requests"]} == {"whole", "half", "sparse"}
+    assert engine.layer.policy_version == 1
 
 
 def test_large_pool_is_summed_up(browser):

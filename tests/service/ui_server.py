@@ -4,63 +4,80 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import uvicorn
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.responses import Response
 
-from service import blocks, ui
+from service import blocks, health, ui
+from service.metrics import VTokenCollector, register
 from tests.core_models import ModelPool, kill, make_layer, make_request
 from tests.service.conftest import Door, FakeEngine
-from vtoken.block_map import CACHED, block_map
+from vtoken.integration.vllm.engine_core import vtoken_call
+from vtoken.integration.vllm.scheduler import VTokenSchedulerMixin
 from vtoken.token_layer import TokenLayer
 
 NUM_BLOCKS, BLOCK_SIZE = 200, 16
 
 
+class PoolScheduler(VTokenSchedulerMixin):
+    """What the engine's operations look at: a real token layer over a model of vLLM's pool."""
+
+    def __init__(self, pool: ModelPool, layer: TokenLayer) -> None:
+        self.layer, self.pool = layer, pool
+        self.recent_relocations = deque()
+        self.num_steps = 1
+
+    @property
+    def requests(self) -> dict[str, Any]:
+        """As vLLM's requests, as far as somebody looks."""
+        status = SimpleNamespace(name="RUNNING")
+        return {
+            kv.req_id: SimpleNamespace(
+                status=status,
+                num_tokens=kv.num_tokens,
+                num_computed_tokens=kv.num_tokens,
+                sampling_params=None,
+            )
+            for kv in self.layer.requests.values()
+        }
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Running and waiting."""
+        return len(self.layer.requests), 0
+
+    @property
+    def kv_cache_manager(self) -> Any:
+        """vLLM's pool, made anew from the model at each look."""
+        blocks = [
+            SimpleNamespace(block_id=i, ref_cnt=n, block_hash=self.pool.hash_of_block.get(i))
+            for i, n in enumerate(self.pool.ref)
+        ]
+        pool = SimpleNamespace(blocks=blocks, num_gpu_blocks=len(blocks))
+        groups = [SimpleNamespace(block_size=self.pool.block_size)]
+        coordinator = SimpleNamespace(single_type_managers=groups)
+        return SimpleNamespace(block_pool=pool, coordinator=coordinator)
+
+
 class PoolEngine(FakeEngine):
-    """Policy and statistics as the fake engine's; pool, requests and blocks of a token layer."""
+    """Answers with the engine's own operations, over :class:`PoolScheduler`."""
 
     def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
         super().__init__()
         self.pool = ModelPool(num_blocks, BLOCK_SIZE)
-        self.layer: TokenLayer = make_layer(self.pool, policy="none")[0]
+        self.layer: TokenLayer = make_layer(self.pool, policy="none", budget_tokens=1024)[0]
+        self._core = SimpleNamespace(scheduler=PoolScheduler(self.pool, self.layer))
 
     def _answer(self, op: str, payload: Any) -> dict[str, Any]:
-        if op == "blocks":
-            return {"ok": self.blocks(payload["max_cells"])}
-        if op == "state":
-            return {"ok": self.state()}
-        return super()._answer(op, payload)
+        reply: dict[str, Any] = vtoken_call(self._core, op, payload)
+        return reply
 
-    def blocks(self, max_cells: int) -> dict[str, Any]:
-        """As the engine's operation of this name."""
-        references = np.array(self.pool.ref, np.int32)
-        free = [b for b in self.pool.hash_of_block if not self.pool.ref[b]]
-        references[free] = CACHED
-        destinations = self.layer.reclamation.destinations_in_flight()
-        cells = block_map(
-            self.layer.requests.values(), references, destinations, BLOCK_SIZE, max_cells
-        )
-        return {**cells, "policy_version": self.version, "seconds": 0.001}
-
-    def state(self) -> dict[str, Any]:
-        """As the engine's operation of this name."""
-        requests = [
-            {
-                "request_id": kv.req_id,
-                "status": "running",
-                "policy": "random",
-                "num_tokens": kv.num_tokens,
-                "live_tokens": kv.num_live,
-                "evicted_tokens": kv.num_evicted,
-                "retained_blocks": kv.blocks.retained,
-                "ideal_blocks": kv.ideal_blocks,
-            }
-            for kv in self.layer.requests.values()
-        ]
-        counts = {"running": len(requests), "waiting": 0, "steps": 1}
-        return {"pool": self.layer.pool_state(), "requests": requests, "engine": counts}
+    def ask(self, op: str, **payload: Any) -> Any:
+        """The result of one operation, past HTTP."""
+        return self._answer(op, payload)["ok"]
 
     def fill(self) -> None:
         """Three requests: whole and shared, half evicted, nearly empty and being repacked."""
@@ -79,6 +96,18 @@ class PoolEngine(FakeEngine):
         self.pool.release("done")
 
 
+def _metrics_of(engine: PoolEngine) -> Any:
+    """The real collector over the engine's snapshot, read at each scrape."""
+    collector, registry = VTokenCollector("tiny", engine.config.to_dict()), CollectorRegistry()
+    register(collector, registry)
+
+    async def get_metrics(_: Any) -> Response:
+        collector.update(engine.ask("snapshot"))
+        return Response(generate_latest(registry), media_type="text/plain")
+
+    return get_metrics
+
+
 class UiServer:
     """A thread with an HTTP server; ``stop`` and ``start`` again keep the address."""
 
@@ -86,13 +115,22 @@ class UiServer:
         self.door = Door(engine, **door)
         self.app = self.door.app
         blocks.attach(self.app)
+        health.attach(self.app)
         ui.attach(self.app)
+        if isinstance(engine, PoolEngine):
+            self.app.add_route("/metrics", _metrics_of(engine))
         self.port = 0
         self.start()
 
     @property
+    def root(self) -> str:
+        """Where the service is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/vtoken/ui"
+        """Where the page is."""
+        return f"{self.root}/vtoken/ui"
 
     def start(self) -> None:
         """Listen, on the same port as before."""
