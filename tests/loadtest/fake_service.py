@@ -55,6 +55,8 @@ class FakeService(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: FakeService
     protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # head and body in one packet: no waiting for acknowledgements
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: object) -> None:
         """Be quiet."""
@@ -117,7 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
                 *({str(t): {"logprob": -0.5}, "7": {"logprob": -1.5}} for t in body["prompt"][1:]),
             ]
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
-        self._json({"choices": [choice], "usage": usage})
+        answer = {"choices": [choice], "usage": usage}
+        if body.get("vllm_xargs", {}).get("vtoken_receipt"):
+            answer["vtoken"] = _receipt(usage, self.server.document)
+        self._json(answer)
 
     def _stream(self, body: dict[str, Any]) -> None:
         self.send_response(200)

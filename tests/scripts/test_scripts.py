@@ -20,6 +20,8 @@ SCRIPTS = [
     "scripts/bench_bookkeeping",
     "scripts/bench_step_time",
     "scripts/check",
+    "scripts/evaluate",
+    "scripts/loadtest",
     "scripts/serve",
     "scripts/soak",
     "scripts/test",

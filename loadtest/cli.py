@@ -1,0 +1,98 @@
+"""The command line: ``python -m loadtest SCENARIO [options]``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest import plots, report, scenarios
+from loadtest.bench import Bench
+from loadtest.client import ServiceError
+from loadtest.fleet import Fleet
+from loadtest.machine import load_average
+from loadtest.server import StartError
+
+DEFAULT_OUT = Path("loadtest-results")
+PROGRAM = "scripts/loadtest"
+
+logger = logging.getLogger("loadtest")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
+    parser.add_argument("scenario", nargs="+", choices=[*scenarios.NAMES, "all"])
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="minutes instead of hours")
+    size.add_argument("--smoke", action="store_true", help="does it run? the numbers say nothing")
+    parser.add_argument("--repeats", type=int, default=0, help="of each arm, after one warm-up")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the results")
+    parser.add_argument("--model", default="", help="folder or name; default: the embedded model")
+    parser.add_argument("--url", default="", help="measure this service instead of starting any")
+    parser.add_argument("--admin-key-file", type=Path, help="admin key of the service at --url")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the scenarios; 0 if all were measured, 1 if one failed."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.repeats < 0:
+        parser.error("--repeats must be at least 1")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    names = list(scenarios.NAMES) if "all" in arguments.scenario else arguments.scenario
+    return asyncio.run(_run_all(names, arguments))
+
+
+async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    size = "quick" if arguments.quick else "smoke" if arguments.smoke else "full"
+    key = arguments.admin_key_file.read_text().strip() if arguments.admin_key_file else ""
+    exit_code = 0
+    with tempfile.TemporaryDirectory(prefix="loadtest-") as logs:
+        fleet = Fleet(
+            Path(logs),
+            model=arguments.model,
+            share_modes=size == "smoke",
+            url=arguments.url,
+            admin_key=key,
+        )
+        async with fleet:
+            for name in names:
+                try:
+                    await run_one(name, fleet, size, arguments.repeats, arguments.out)
+                except (StartError, ServiceError, RuntimeError, ValueError) as error:
+                    logger.exception("%s failed: %s", name, error)
+                    exit_code = 1
+                await fleet.release()
+    return exit_code
+
+
+async def run_one(name: str, fleet: Fleet, size: str, repeats: int, out: Path) -> dict[str, Any]:
+    """Run one scenario and write its files; the result as in the JSON."""
+    module = scenarios.load(name)
+    bench = Bench(fleet, repeats, size)
+    before, started = load_average(), time.monotonic()
+    outcome = await module.run(bench)
+    minutes = round((time.monotonic() - started) / 60, 1)
+    options = [f"--{size}"] if size != "full" else []
+    options += [f"--repeats {repeats}"] if repeats else []
+    result = report.build(
+        name,
+        outcome,
+        command=" ".join([PROGRAM, name, *options]),
+        size=size,
+        load={"before": before, "after": load_average(), "minutes": minutes},
+        notes=[*bench.notes, *(f"failed: {reason}" for reason in bench.failures)],
+    )
+    path = report.write(result, out)
+    plots.draw(result, getattr(module, "PLOTS", ()), out)
+    print(f"\n{report.table(result)}\n\n{report.comparison_table(result)}\n\n{path}", flush=True)
+    return result

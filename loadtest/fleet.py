@@ -1,0 +1,196 @@
+"""The services that a scenario measures, started when first asked for and kept while needed.
+
+An *arm* is a named configuration. Arms whose engine must differ (mode ``off``, block size, pool)
+get services of their own. The others differ in the live policy document alone, which is patched
+while nothing runs. In a measurement ``naive`` and ``lazy`` have services of their own too; only a
+smoke run lets them share one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadtest.client import Client
+from loadtest.server import METRICS_POLL_SECONDS, Server, flag_list
+
+MAX_SERVICES = 3
+"""Services kept at once; asking for another ends the one that was not used for longest."""
+
+BLOCK_SIZE = 16
+STOCK_BLOCK_SIZE = 32
+"""In mode ``off``: the smallest that vLLM's CPU attention takes; the pool has the same bytes."""
+
+_DEFAULT_POLL_SECONDS = 1.0  # of a service that somebody else started
+_BASE_FLAGS: Mapping[str, str | bool] = {
+    "enforce-eager": True,
+    "enable-prefix-caching": False,
+    "max-model-len": "2048",
+    "max-num-batched-tokens": "2048",
+    "max-num-seqs": "32",
+    "seed": "0",
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is fixed while an engine runs.
+
+    Attributes:
+        num_blocks: KV blocks of ``block_size`` tokens; the pool must hold ``max-model-len``.
+        block_size: tokens per block (in mode ``off`` at least :data:`STOCK_BLOCK_SIZE`).
+        flags: of ``vllm serve``, over the defaults of a load test.
+    """
+
+    num_blocks: int = 1200
+    block_size: int = BLOCK_SIZE
+    flags: Mapping[str, str | bool] = field(default_factory=dict)
+
+    def arguments(self, mode: str) -> list[str]:
+        """Command line of the service."""
+        size = max(self.block_size, STOCK_BLOCK_SIZE) if mode == "off" else self.block_size
+        num_blocks = self.num_blocks * self.block_size // size
+        own = {"block-size": str(size), "num-gpu-blocks-override": str(num_blocks)}
+        return flag_list({**_BASE_FLAGS, **own, **self.flags, "vtoken-mode": mode})
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A named configuration.
+
+    Attributes:
+        name: in tables and files.
+        mode: ``off``, ``naive`` or ``lazy``.
+        policy: fields of the live policy document; absent ones take their defaults.
+        engine: what is fixed.
+    """
+
+    name: str
+    mode: str
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    engine: Engine = Engine()
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing of the token layer is in the engine."""
+        return self.mode == "off"
+
+
+@dataclass
+class _Service:
+    client: Client
+    server: Server | None
+    defaults: dict[str, Any]
+
+
+class Fleet:
+    """Services by configuration; close it, or use it as an async context manager.
+
+    Args:
+        folder: for the services' logs.
+        model: argument of ``serve``; empty for the embedded model.
+        share_modes: let ``naive`` and ``lazy`` share a service (smoke runs).
+        url: measure this service instead of starting any.
+        admin_key: of that service.
+        environment: more variables for the services.
+
+    Attributes:
+        num_started: services so far.
+        settle_seconds: after which ``/metrics`` surely shows what the engine counted.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: str = "",
+        share_modes: bool = False,
+        url: str = "",
+        admin_key: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._model = model
+        self._share_modes = share_modes
+        self._url, self._admin_key = url, admin_key
+        self._environment = dict(environment or {})
+        self._services: dict[str, _Service] = {}
+        self.num_started = 0
+        poll_seconds = _DEFAULT_POLL_SECONDS if url else METRICS_POLL_SECONDS
+        self.settle_seconds = 2.5 * poll_seconds
+
+    async def __aenter__(self) -> Fleet:
+        """Itself."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End every service that was started."""
+        for key in list(self._services):
+            await self._end(key)
+
+    async def client(self, arm: Arm) -> Client:
+        """A client of the arm's service, its policy document in force.
+
+        Raises:
+            StartError: the service did not start.
+            ServiceError: the policy document was refused.
+            ValueError: the arm needs another engine than the service at ``url`` has.
+        """
+        key = self._key(arm)
+        service = self._services.pop(key, None) or await self._start(arm)
+        self._services[key] = service  # last in order: used last
+        while len(self._services) > MAX_SERVICES:
+            await self._end(next(iter(self._services)))
+        if not arm.is_off:
+            document = {**service.defaults, **arm.policy, "mode": arm.mode}
+            await service.client.patch_policy(_without_clash(document, arm.policy))
+        return service.client
+
+    async def release(self) -> None:
+        """End all services, so that the next arm gets a fresh one; a smoke run keeps them."""
+        if not self._share_modes:
+            for key in list(self._services):
+                await self._end(key)
+
+    def _key(self, arm: Arm) -> str:
+        mode = "on" if self._share_modes and not arm.is_off else arm.mode
+        return "" if self._url else json.dumps([mode, arm.engine.arguments(mode)])
+
+    async def _start(self, arm: Arm) -> _Service:
+        if self._url:
+            if arm.is_off:
+                raise ValueError("mode off is a service of its own: it cannot be measured by --url")
+            client = Client(self._url, admin_key=self._admin_key)
+            return _Service(client, None, await client.policy())
+        self.num_started += 1
+        name = re.sub(r"\W+", "-", arm.name)
+        log = self._folder / f"service-{self.num_started:02}-{name}.log"
+        model = [self._model] if self._model else []
+        server = Server([*model, *arm.engine.arguments(arm.mode)], log, self._environment)
+        try:
+            client = Client(server.wait_ready(), admin_key=server.admin_key)
+            defaults = {} if arm.is_off else await client.policy()
+        except BaseException:
+            server.stop()
+            raise
+        return _Service(client, server, defaults)
+
+    async def _end(self, key: str) -> None:
+        service = self._services.pop(key)
+        await service.client.close()
+        if service.server is not None:
+            service.server.stop()
+
+
+def _without_clash(document: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A document names a ratio or a number of tokens as the budget, not both."""
+    ratio, tokens = own.get("keep_ratio"), own.get("budget_tokens")
+    if ratio is not None:
+        document.pop("budget_tokens", None)
+    elif tokens is not None:
+        document.pop("keep_ratio", None)
+    return {k: v for k, v in document.items() if v is not None}

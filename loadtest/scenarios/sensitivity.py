@@ -1,0 +1,117 @@
+"""One setting at a time around the defaults (paper §4.5), over wider ranges.
+
+Block size, keep ratio, θ_F from 0.05 to 0.90, the most source blocks of a plan (B), and the tokens
+between two evictions; mode ``lazy``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from loadtest.bench import Bench, Load, abba
+from loadtest.fleet import Arm, Engine
+from loadtest.outcome import Outcome
+from loadtest.scenarios.capacity import (
+    RECLAIM_EAGERLY,
+    block_use,
+    end_blocks,
+    full_house,
+    speed,
+    work,
+)
+from loadtest.scenarios.inputs import DOCUMENT, SYNTHETIC, make_jobs, sources
+from loadtest.workloads import Lengths
+
+POOL_TOKENS = 19_200
+PAPER = "block size 16 is best; keep ratio acts strongly; θ_F 0.20 … 0.35 hardly at all"
+PLOTS = (
+    {"metric": "waste_ratio", "title": "Waste ratio F, lazy", "x": "setting"},
+    {"metric": "relocated_tokens", "title": "Tokens copied for the load", "x": "setting"},
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    settings: dict[str, tuple[float, ...]]
+    lengths: Lengths
+    repeats: int
+    policy: str = "random"
+    workload: str = DOCUMENT
+
+
+SIZES = {
+    "full": Size(
+        {
+            "theta_f": (0.05, 0.1, 0.2, 0.25, 0.35, 0.5, 0.7, 0.9),
+            "keep_ratio": (0.3, 0.4, 0.5, 0.6, 0.7),
+            "max_source_blocks": (2, 4, 8, 16, 32, 64),
+            "evict_interval_tokens": (1, 4, 16, 32, 64),
+            "block_size": (16, 32, 48, 64),
+        },
+        Lengths(8, 768, 128),
+        5,
+    ),
+    "quick": Size({"theta_f": (0.05, 0.25, 0.9)}, Lengths(8, 512, 64), 2),
+    "smoke": Size({"theta_f": (0.05, 0.9)}, Lengths(2, 96, 24), 1, workload=SYNTHETIC),
+}
+
+
+def make_arm(size: Size, setting: str, value: float) -> Arm:
+    """The defaults but for one setting."""
+    policy: dict[str, Any] = {"policy": size.policy, "keep_ratio": 0.5, **RECLAIM_EAGERLY}
+    name = f"{setting}@{value:g}"
+    if setting == "block_size":
+        block_size = int(value)
+        return Arm(name, "lazy", policy, Engine(POOL_TOKENS // block_size, block_size))
+    is_ratio = setting in ("theta_f", "keep_ratio")
+    policy[setting] = float(value) if is_ratio else int(value)
+    return Arm(name, "lazy", policy, Engine(POOL_TOKENS // 16))
+
+
+async def run(bench: Bench) -> Outcome:
+    """Measure every value of every setting."""
+    size = SIZES[bench.size]
+    repeats = bench.repeats or size.repeats
+    outcome = Outcome(
+        config={
+            "mode": "lazy",
+            "policy": size.policy,
+            "defaults": {"keep_ratio": 0.5, "theta_f": 0.25, **RECLAIM_EAGERLY},
+            "settings": {name: list(values) for name, values in size.settings.items()},
+            "workload": sources((size.workload,)),
+            "requests_at_once": size.lengths.num_jobs,
+            "prompt_tokens": size.lengths.num_prompt_tokens,
+            "output_tokens": size.lengths.num_output_tokens,
+            "repeats": repeats,
+            "engine": Engine().arguments("lazy"),
+        },
+        details={"paper": PAPER},
+    )
+    for setting, values in size.settings.items():
+        arms = {arm.name: arm for arm in (make_arm(size, setting, value) for value in values)}
+        for repeat, name in _order(setting, list(arms), repeats):
+            tokenizer = await bench.tokenizer(arms[name])
+            jobs = await make_jobs(size.workload, tokenizer, size.lengths, max(repeat, 0))
+            result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
+            if repeat >= 0:
+                block_size = arms[name].engine.block_size
+                metrics = {
+                    **block_use(full_house(result.samples)),
+                    **end_blocks(result.answers, block_size),
+                    **work(result),
+                    **speed(result),
+                }
+                outcome.add(name, metrics)
+    outcome.not_measured.append("Two settings at a time; block sizes below 16.")
+    return outcome
+
+
+def _order(setting: str, names: list[str], repeats: int) -> list[tuple[int, str]]:
+    """A B B A; but all repeats of a block size in a row, for each needs an engine of its own."""
+    order = list(abba(names, repeats))
+    return (
+        sorted(order, key=lambda item: names.index(item[1])) if setting == "block_size" else order
+    )

@@ -1,0 +1,98 @@
+"""The command lines of the load test and of the evaluation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loadtest import cli, evaluate
+from loadtest.outcome import Outcome
+from loadtest.server import StartError
+from tests.loadtest.fake_service import KEY
+
+
+def test_help_names_every_scenario(capsys):
+    """And every option of the documentation."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("waste", "bookkeeping", "--quick", "--repeats", "--out", "--url"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["no-such"], [], ["waste", "--repeats", "-1"], ["waste", "--quick", "--smoke"]]
+)
+def test_wrong_arguments_are_refused(arguments, capsys):
+    """Exit code 2 and a sentence."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_given_service_is_measured(service, tmp_path, capsys):
+    """``--url`` with the key from a file: results, report and the command that made them."""
+    (tmp_path / "key").write_text(KEY + "\n")
+    options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
+    assert cli.main(["waste", *options, "--out", str(tmp_path), "--repeats", "1"]) == 0
+    result = json.loads((tmp_path / "waste.json").read_text())
+    assert result["command"] == "scripts/loadtest waste --smoke --repeats 1"
+    assert "synthetic/random" in result["arms"]
+    assert "synthetic/random" in capsys.readouterr().out
+
+
+def test_failing_scenario_does_not_stop_the_others(tmp_path, monkeypatch):
+    """The exit code says that one failed."""
+    asked = []
+
+    async def run_one(name, *_):
+        asked.append(name)
+        if name == "waste":
+            raise StartError("no")
+
+    monkeypatch.setattr(cli, "run_one", run_one)
+    assert cli.main(["waste", "sla", "--out", str(tmp_path)]) == 1
+    assert asked == ["waste", "sla"]
+    assert cli.main(["sla", "--out", str(tmp_path)]) == 0
+
+
+def test_all_means_every_scenario(tmp_path, monkeypatch):
+    """In their order."""
+    asked = []
+
+    async def run_one(name, *_):
+        asked.append(name)
+
+    monkeypatch.setattr(cli, "run_one", run_one)
+    assert cli.main(["all", "--out", str(tmp_path)]) == 0
+    assert asked == list(cli.scenarios.NAMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [(["--quick"], evaluate.QUICK), ([], cli.scenarios.NAMES)],
+)
+def test_evaluate_runs_its_scenarios_and_summarizes(tmp_path, monkeypatch, arguments, names):
+    """The headline, or everything; the summary has the paper's figures beside ours."""
+    asked = []
+
+    def main(argv):
+        asked.extend(argv)
+        outcome = Outcome(details={"paper": "twice as many"})
+        outcome.add("a", {"m": 1})
+        outcome.add("b", {"m": 2})
+        outcome.compare("a", "b", ("m",))
+        load = {"before": [], "after": [], "minutes": 0}
+        built = cli.report.build("paired", outcome, command="x", size="full", load=load)
+        cli.report.write(built, tmp_path)
+        return 0
+
+    monkeypatch.setattr(evaluate.cli, "main", main)
+    assert evaluate.main([*arguments, "--out", str(tmp_path)]) == 0
+    assert tuple(asked[: len(names)]) == tuple(names)
+    summary = (tmp_path / "summary.md").read_text()
+    assert "Paper: twice as many." in summary
+    assert "m: a / b" in summary

