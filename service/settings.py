@@ -58,6 +58,12 @@ class ServiceSettings(_Settings):
     """File with more API keys, as ``admin_key_file``."""
     api_keys_dir: Path | None = None
     """Folder with more API keys, as ``admin_keys_dir``."""
+    metrics_key_required: bool = False
+    """Whether ``/metrics`` and ``/load`` need an API or admin key; otherwise they are open."""
+    admin_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the admin routes, which are then not on the main one; 0 takes a free one."""
+    admin_host: str = "127.0.0.1"
+    """Address that ``admin_port`` is bound to."""
     metrics_poll_seconds: float = Field(default=1.0, ge=0.05, le=3600)
     """Seconds between two readings of the engine's statistics for ``/metrics``."""
     engine_timeout_seconds: float = Field(default=10.0, gt=0, le=3600)
@@ -193,6 +199,9 @@ def vllm_environment() -> dict[str, str]:
     """
     if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         raise ConfigError("PROMETHEUS_MULTIPROC_DIR", folder, "must be unset: /metrics would miss")
+    if (dev_mode := os.environ.get("VLLM_SERVER_DEV_MODE", "0")).strip() not in ("", "0"):
+        rule = "must be 0 or unset: developer routes are not served"
+        raise ConfigError("VLLM_SERVER_DEV_MODE", dev_mode, rule)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
         raise ConfigError(
             "VLLM_USE_V2_MODEL_RUNNER", os.environ["VLLM_USE_V2_MODEL_RUNNER"], "must be 0 or unset"
@@ -236,6 +245,15 @@ def trace_endpoint() -> str | None:
 def _trace_protocol() -> str:
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     return next(filter(None, map(os.environ.get, names)), "grpc")
+
+
+def vllm_api_keys(given: Sequence[str | None] | None) -> list[str]:
+    """The keys of vLLM's own guard, as vLLM chooses them.
+
+    Args:
+        given: with ``--api-key``; these beat ``VLLM_API_KEY``.
+    """
+    return [key for key in (given or [os.environ.get("VLLM_API_KEY")]) if key]
 
 
 def _installed_plugins() -> list[str]:
