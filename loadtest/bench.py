@@ -7,15 +7,20 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from loadtest.client import Client
 from loadtest.drive import closed_loop, open_loop
 from loadtest.fleet import Arm, Fleet
 from loadtest.latency import Answer
 from loadtest.probe import Metrics, Sample, Sampler
-from loadtest.workloads import Job
+from loadtest.workloads import Job, Lengths
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class Bench:
         fleet: the services.
         repeats: of each arm, or 0: as the scenario's size says.
         size: ``full``, ``quick`` or ``smoke``.
+        overrides: fields of the scenario's size that were given on the command line.
         notes: sentences for the report; scenarios add to them.
     """
 
@@ -81,8 +87,22 @@ class Bench:
     repeats: int = 0
     size: str = "full"
     poll_seconds: float = 0.2
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    def sized(self, sizes: Mapping[str, S]) -> S:
+        """The scenario's size with the overrides put in.
+
+        Raises:
+            ValueError: the scenario's size has no such field.
+        """
+        size = sizes[self.size]
+        known = {f.name for f in fields(size)}
+        if unknown := self.overrides.keys() - known:
+            raise ValueError(f"no {', '.join(sorted(unknown))} here: {', '.join(sorted(known))}")
+        values = {n: _alike(getattr(size, n), value) for n, value in self.overrides.items()}
+        return replace(size, **values)
 
     async def run(self, arm: Arm, jobs: Sequence[Job], load: Load, seed: int) -> Run:
         """Send the jobs to the arm's service and watch it.
@@ -151,6 +171,15 @@ def abba(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     for repeat in range(repeats):
         for name in names if repeat % 2 == 0 else reversed(names):
             yield repeat, name
+
+
+def _alike(model: Any, value: Any) -> Any:
+    """A value from JSON in the type of the one it replaces."""
+    if isinstance(model, Lengths):
+        return Lengths(*value)
+    if isinstance(model, dict):
+        return {name: _alike((), part) for name, part in value.items()}
+    return tuple(value) if isinstance(model, tuple) else value
 
 
 def _sender(client: Client) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import sys
 import tempfile
@@ -33,6 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
     size.add_argument("--quick", action="store_true", help="minutes instead of hours")
     size.add_argument("--smoke", action="store_true", help="does it run? the numbers say nothing")
     parser.add_argument("--repeats", type=int, default=0, help="of each arm, after one warm-up")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="another value in the scenario's size, as in --set 'lengths=[8, 512, 64]'",
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the results")
     parser.add_argument("--model", default="", help="folder or name; default: the embedded model")
     parser.add_argument("--url", default="", help="measure this service instead of starting any")
@@ -46,10 +54,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.repeats < 0:
         parser.error("--repeats must be at least 1")
+    try:
+        arguments.set = parse_overrides(arguments.set)
+    except ValueError as error:
+        parser.error(str(error))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     names = list(scenarios.NAMES) if "all" in arguments.scenario else arguments.scenario
     return asyncio.run(_run_all(names, arguments))
+
+
+def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """``["a=1"]`` as ``{"a": 1}``.
+
+    Raises:
+        ValueError: one has not the form ``NAME=JSON``.
+    """
+    found = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"--set {text}: must be NAME=JSON") from error
+    return found
 
 
 async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
@@ -67,7 +95,7 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
         async with fleet:
             for name in names:
                 try:
-                    await run_one(name, fleet, size, arguments.repeats, arguments.out)
+                    await run_one(bench_of(fleet, size, arguments), name, arguments.out)
                 except (StartError, ServiceError, RuntimeError, ValueError) as error:
                     logger.exception("%s failed: %s", name, error)
                     exit_code = 1
@@ -75,20 +103,22 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
     return exit_code
 
 
-async def run_one(name: str, fleet: Fleet, size: str, repeats: int, out: Path) -> dict[str, Any]:
+def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:
+    """A bench for one scenario."""
+    return Bench(fleet, arguments.repeats, size, overrides=arguments.set)
+
+
+async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
     """Run one scenario and write its files; the result as in the JSON."""
     module = scenarios.load(name)
-    bench = Bench(fleet, repeats, size)
     before, started = load_average(), time.monotonic()
     outcome = await module.run(bench)
     minutes = round((time.monotonic() - started) / 60, 1)
-    options = [f"--{size}"] if size != "full" else []
-    options += [f"--repeats {repeats}"] if repeats else []
     result = report.build(
         name,
         outcome,
-        command=" ".join([PROGRAM, name, *options]),
-        size=size,
+        command=command_of(name, bench),
+        size=bench.size,
         load={"before": before, "after": load_average(), "minutes": minutes},
         notes=[*bench.notes, *(f"failed: {reason}" for reason in bench.failures)],
     )
@@ -96,3 +126,11 @@ async def run_one(name: str, fleet: Fleet, size: str, repeats: int, out: Path) -
     plots.draw(result, getattr(module, "PLOTS", ()), out)
     print(f"\n{report.table(result)}\n\n{report.comparison_table(result)}\n\n{path}", flush=True)
     return result
+
+
+def command_of(name: str, bench: Bench) -> str:
+    """The command line that repeats a scenario."""
+    options = [f"--{bench.size}"] if bench.size != "full" else []
+    options += [f"--repeats {bench.repeats}"] if bench.repeats else []
+    options += [f"--set '{key}={json.dumps(value)}'" for key, value in bench.overrides.items()]
+    return " ".join([PROGRAM, name, *options])

@@ -103,7 +103,7 @@ async def make_arms(bench: Bench, size: Size, num_blocks: int) -> dict[str, Arm]
 
 async def run(bench: Bench) -> Outcome:
     """Measure both views on every pool, from ample to tight."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(config=_describe(size, repeats), details={"paper": PAPER})
     for num_blocks in size.pools:

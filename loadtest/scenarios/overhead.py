@@ -62,7 +62,7 @@ def make_arms(size: Size) -> dict[str, Arm]:
 
 async def run(bench: Bench) -> Outcome:
     """Measure every arm at every context length."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(config=_describe(size, repeats), details={"paper": PAPER, "stalls": {}})
     for with_hog, contexts in ((False, size.contexts), (True, size.hog_contexts)):

@@ -68,7 +68,7 @@ def make_arms(size: Size, workload: str) -> dict[str, Arm]:
 
 async def run(bench: Bench) -> Outcome:
     """Measure every arm on every workload."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(config=describe(size, repeats))
     outcome.details["paper"] = PAPER

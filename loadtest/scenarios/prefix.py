@@ -57,7 +57,7 @@ SIZES = {
 
 async def run(bench: Bench) -> Outcome:
     """Measure every arm at every degree of sharing."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(config=_describe(size, repeats), details={"paper": PAPER})
     document = {"policy": "random", "keep_ratio": size.keep_ratio, **RECLAIM_EAGERLY}

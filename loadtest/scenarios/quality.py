@@ -30,7 +30,7 @@ PLOTS = (
 
 async def run(bench: Bench) -> Outcome:
     """Measure identity, then damage."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     outcome = Outcome(config=_describe(size), details={"paper": PAPER})
     for policy in size.identity_policies:
         await _identity(bench, size, outcome, policy)

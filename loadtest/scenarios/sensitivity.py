@@ -73,7 +73,7 @@ def make_arm(size: Size, setting: str, value: float) -> Arm:
 
 async def run(bench: Bench) -> Outcome:
     """Measure every value of every setting."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(
         config={

@@ -61,7 +61,7 @@ def make_arms(size: Size, policy: str, budget: int) -> dict[str, Arm]:
 
 async def run(bench: Bench) -> Outcome:
     """Sweep both modes, once per repeat, with the repeat's own limit."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(config=_describe(size, repeats, BUDGET_TOKENS[bench.size]))
     outcome.details |= {"paper": PAPER, "limits_ms": {}}

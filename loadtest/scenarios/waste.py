@@ -43,7 +43,7 @@ SIZES = {
 
 async def run(bench: Bench) -> Outcome:
     """Measure every policy on every workload in mode ``naive``."""
-    size = SIZES[bench.size]
+    size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
     outcome = Outcome(
         config={

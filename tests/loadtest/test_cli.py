@@ -23,7 +23,14 @@ def test_help_names_every_scenario(capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["no-such"], [], ["waste", "--repeats", "-1"], ["waste", "--quick", "--smoke"]]
+    "arguments",
+    [
+        ["no-such"],
+        [],
+        ["waste", "--repeats", "-1"],
+        ["waste", "--quick", "--smoke"],
+        ["waste", "--set", "policies=h2o"],
+    ],
 )
 def test_wrong_arguments_are_refused(arguments, capsys):
     """Exit code 2 and a sentence."""
@@ -37,9 +44,13 @@ def test_given_service_is_measured(service, tmp_path, capsys):
     """``--url`` with the key from a file: results, report and the command that made them."""
     (tmp_path / "key").write_text(KEY + "\n")
     options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
+    options += ["--set", "keep_ratio=0.3"]
     assert cli.main(["waste", *options, "--out", str(tmp_path), "--repeats", "1"]) == 0
     result = json.loads((tmp_path / "waste.json").read_text())
-    assert result["command"] == "scripts/loadtest waste --smoke --repeats 1"
+    assert result["command"] == (
+        "scripts/loadtest waste --smoke --repeats 1 --set 'keep_ratio=0.3'"
+    )
+    assert result["config"]["keep_ratio"] == 0.3
     assert "synthetic/random" in result["arms"]
     assert "synthetic/random" in capsys.readouterr().out
 
@@ -48,7 +59,7 @@ def test_failing_scenario_does_not_stop_the_others(tmp_path, monkeypatch):
     """The exit code says that one failed."""
     asked = []
 
-    async def run_one(name, *_):
+    async def run_one(bench, name, out):
         asked.append(name)
         if name == "waste":
             raise StartError("no")
@@ -63,7 +74,7 @@ def test_all_means_every_scenario(tmp_path, monkeypatch):
     """In their order."""
     asked = []
 
-    async def run_one(name, *_):
+    async def run_one(bench, name, out):
         asked.append(name)
 
     monkeypatch.setattr(cli, "run_one", run_one)

@@ -52,7 +52,7 @@ def _small_inputs(monkeypatch) -> None:
 def measure(service, tmp_path, name: str, size: str = "smoke", repeats: int = 1) -> dict:
     async def run():
         async with FakeFleet(service, tmp_path) as fleet:
-            return await run_one(name, fleet, size, repeats, tmp_path)
+            return await run_one(Bench(fleet, repeats, size), name, tmp_path)
 
     return asyncio.run(run())
 
@@ -113,10 +113,22 @@ def test_smoke_sizes_need_three_services(service, tmp_path):
     async def run():
         async with FakeFleet(service, tmp_path) as fleet:
             for name in WITHOUT_ENGINE:
-                await run_one(name, fleet, "smoke", 1, tmp_path)
+                await run_one(Bench(fleet, 1, "smoke"), name, tmp_path)
             return fleet.num_started
 
     assert asyncio.run(run()) == 3
+
+
+def test_fields_of_a_size_can_be_overridden():
+    """Lists take the types of what they replace; an unknown field names the known ones."""
+    changes = {"lengths": [2, 100, 8], "policies": ["h2o"], "keep_ratio": 0.3}
+    size = Bench(fleet=None, size="quick", overrides=changes).sized(paired.SIZES)
+    assert (size.lengths, size.policies, size.keep_ratio) == (Lengths(2, 100, 8), ("h2o",), 0.3)
+    changes = {"settings": {"theta_f": [0.1]}}
+    size = Bench(fleet=None, overrides=changes).sized(sensitivity.SIZES)
+    assert size.settings == {"theta_f": (0.1,)}
+    with pytest.raises(ValueError, match=r"no lenghts here: .*lengths"):
+        Bench(fleet=None, overrides={"lenghts": 1}).sized(paired.SIZES)
 
 
 def test_unknown_scenario_names_the_known_ones():
