@@ -6,8 +6,10 @@ hidden by the attention mask, which is what their absence from the rows of live 
 (the dense oracle of ``tests/engine`` proves that for the engine). Texts are teacher-forced in
 chunks of one eviction interval, with an eviction after the prefill and after every chunk.
 
-    python -m benchmarks.policy_quality --repeats 6 --cases 52 \\
-        --out docs/evaluation/policy_quality.json
+    python -m benchmarks.policy_quality --repeats 6 --out docs/evaluation/policy_quality.json
+
+A run that was ended early goes on where it stopped with ``--resume`` and otherwise the same
+arguments.
 """
 
 from __future__ import annotations
@@ -240,28 +242,45 @@ class Results:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._path, self._settings = path, settings
-        self._nll: dict[Any, list[float]] = defaultdict(list)
-        self._num_cases: dict[Any, int] = defaultdict(int)
+        self._sums: dict[Any, list[float]] = defaultdict(list)  # one per case
+        self._num_tokens: dict[Any, list[int]] = defaultdict(list)
         path.parent.mkdir(parents=True, exist_ok=True)
+
+    def resume(self) -> int:
+        """Take over what the file holds; the number of cases that went into it.
+
+        Raises:
+            ValueError: the file was made with other settings.
+        """
+        found = json.loads(self._path.read_text())
+        if found["settings"] != json.loads(json.dumps(self._settings)):
+            raise ValueError(f"{self._path} has {found['settings']}, not {self._settings}")
+        for row in found["rows"]:
+            key = (row["task"], row["policy"], row["keep_ratio"])
+            self._sums[key], self._num_tokens[key] = row["case_nll"], row["case_tokens"]
+        return sum(len(n) for (_, policy, _), n in self._sums.items() if policy == "none")
 
     def add(self, key: tuple[str, str, float], losses: NDArray[np.float32]) -> None:
         """Losses of one case."""
-        self._nll[key] += losses.tolist()
-        self._num_cases[key] += 1
+        self._sums[key].append(round(float(losses.sum(dtype=np.float64)), 3))
+        self._num_tokens[key].append(len(losses))
 
     def write(self) -> None:
         """One row per line."""
-        rows = [json.dumps(self._row(key), separators=(",", ":")) for key in sorted(self._nll)]
+        rows = [json.dumps(self._row(key), separators=(",", ":")) for key in sorted(self._sums)]
         head = json.dumps(self._settings)
         self._path.write_text(f'{{"settings":{head},"rows":[\n' + ",\n".join(rows) + "\n]}\n")
 
     def _row(self, key: tuple[str, str, float]) -> dict[str, Any]:
-        losses = self._nll[key]
+        """The mean per token, and per case, in order: sum of losses and scored tokens."""
+        sums, num_tokens = self._sums[key], self._num_tokens[key]
         return {
             **dict(zip(("task", "policy", "keep_ratio"), key, strict=True)),
-            "nll": round(float(np.mean(losses)), 4),
-            "num_tokens": len(losses),
-            "num_cases": self._num_cases[key],
+            "nll": round(sum(sums) / sum(num_tokens), 4),
+            "num_tokens": sum(num_tokens),
+            "num_cases": len(sums),
+            "case_nll": sums,
+            "case_tokens": num_tokens,
         }
 
 
@@ -286,6 +305,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="text,copy,lookup,lookup_later")
     parser.add_argument("--repeats", type=int, default=4, help="cases per task and text source")
     parser.add_argument("--cases", type=int, help="only the first so many, in shuffled order")
+    parser.add_argument("--resume", action="store_true", help="add to what --out holds already")
     parser.add_argument("--layers", default="", help="sampled layers; default as the engine")
     parser.add_argument("--interval", type=int, default=8, help="score_interval_steps")
     parser.add_argument("--threads", type=int, default=0, help="of torch; default: its own")
@@ -299,7 +319,9 @@ def main() -> None:
     rng.shuffle(cases)  # what is there after an interruption covers every task
     arms = list(make_arms(args.policies.split(","), score_interval_steps=args.interval))
     settings = {"layers": model.layers, "score_interval_steps": args.interval}
-    measure(model, cases[: args.cases], arms, Results(args.out, settings))
+    results = Results(args.out, settings)
+    done = results.resume() if args.resume else 0
+    measure(model, cases[done : args.cases], arms, results)
 
 
 if __name__ == "__main__":
