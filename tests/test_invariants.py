@@ -57,9 +57,9 @@ def test_i2_compares_what_attention_read(
     """A row that lacks a token or has two swapped is found, the table's own row passes."""
     _, _, kv, _ = make_planned()
     row = kv.table.live_slots()
-    invariants.check_row(kv, row)
+    invariants.check_row("a", row, row)
     with pytest.raises(InvariantViolationError, match=message):
-        invariants.check_row(kv, damage(row))
+        invariants.check_row("a", row, damage(row))
 
 
 def _two_tokens_on_one_slot(kv: RequestKV) -> None:

@@ -57,13 +57,12 @@ def check_unique_mapping(kv: RequestKV) -> None:
         )
 
 
-def check_row(kv: RequestKV, row: SlotArray) -> None:
-    """I2: what attention read is the table's live tokens, in logical order.
+def check_row(req_id: str, expected: SlotArray, row: SlotArray) -> None:
+    """I2: what attention read (``row``) are the table's live tokens, in logical order.
 
     Raises:
         InvariantViolationError: with the first difference.
     """
-    expected = kv.table.live_slots()
     if np.array_equal(expected, row):
         return
     shorter = min(len(expected), len(row))
@@ -71,7 +70,7 @@ def check_row(kv: RequestKV, row: SlotArray) -> None:
     at = int(differs[0]) if len(differs) else shorter
     raise InvariantViolationError(
         "I2",
-        f"request {kv.req_id}: attention read {len(row)} slots, the table has {len(expected)} "
+        f"request {req_id}: attention read {len(row)} slots, the table has {len(expected)} "
         f"live tokens; first difference at live token {at}",
     )
 

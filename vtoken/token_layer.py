@@ -297,14 +297,20 @@ class TokenLayer:
         """I1 from the worker's digests, counted; whether it holds."""
         return self._holds("I1", invariants.check_conservation, req_id, num_tokens, before, after)
 
-    def check_row(self, req_id: str, row: SlotArray) -> None:
-        """I2 across processes: the forward read exactly the slots that the table names.
+    def live_slots(self, req_ids: Iterable[str]) -> dict[str, SlotArray]:
+        """What a step that was just registered must read, for :meth:`check_row`."""
+        return {req_id: self.requests[req_id].table.live_slots() for req_id in req_ids}
 
-        Only meaningful before anything changed since that forward was scheduled.
+    def check_row(self, req_id: str, expected: SlotArray, row: SlotArray) -> None:
+        """I2 across processes: the forward read exactly the slots that the table named.
+
+        Args:
+            req_id: request.
+            expected: of :meth:`live_slots` when the forward was scheduled: the table may have
+                changed since, under asynchronous scheduling.
+            row: as reported.
         """
-        kv = self.requests.get(req_id)
-        if kv is not None:
-            self._holds("I2", invariants.check_row, kv, row)
+        self._holds("I2", invariants.check_row, req_id, expected, row)
 
     def check_all(self) -> None:
         """Every invariant that can be read off the state, of every request.

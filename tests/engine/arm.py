@@ -8,6 +8,7 @@ two arms build the same batches, and the driver can look at the scheduler betwee
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -39,6 +40,10 @@ def prepare_environment(spec: dict[str, Any]) -> None:
         VLLM_PLUGINS="vtoken",
         **spec.get("environment", {}),
     )
+    if spec.get("runner") == "v2":
+        from tests.engine.runner_v2 import use_runner_v2
+
+        use_runner_v2(asynchronous=spec.get("async", True))
 
 
 class Arm:
@@ -96,6 +101,10 @@ class Arm:
 
         if workload.get("patch"):
             self._patch(workload["patch"])
+        if workload.get("fault"):  # [mutant, ranks], from this workload on
+            mutate = functools.partial(_mutate, *workload["fault"])
+            self.core.model_executor.collective_rpc(mutate)
+        signals = self._record_signals() if workload.get("record_signals") else []
         before = self._counters()
         params = SamplingParams(
             temperature=workload.get("temperature", 0.0),
@@ -120,6 +129,7 @@ class Arm:
                 raise
             return {"stopped": f"{type(error).__name__}: {error}"}
         self._settle()
+        self.scheduler.__dict__.pop("_settle", None)
         return {
             "ids": ids,
             "tokens": [list(outputs[i].outputs[0].token_ids) for i in ids],
@@ -128,6 +138,7 @@ class Arm:
             "trace": trace,
             "counters": _difference(self._counters(), before),
             "evictions": self._evictions(),
+            "signals": signals,
             "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "total_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             "finish_reasons": [outputs[i].outputs[0].finish_reason for i in ids],
@@ -210,20 +221,45 @@ class Arm:
         self.scheduler.eviction_log.clear()
         return log
 
+    def _record_signals(self) -> list[Any]:
+        """What the scheduler gets to see: ``[request, observed tokens, values by name]``."""
+        signals: list[Any] = []
+        settle = self.scheduler._settle
+
+        def recording(report: Any) -> list[str]:
+            for req_id, found in report.signals.items():
+                values = {name: array.tolist() for name, array in found.values.items()}
+                signals.append([req_id.split("-")[0], found.num_observed, values])
+            return settle(report)
+
+        self.scheduler._settle = recording
+        return signals
+
     def _receipt(self, key: str | None) -> dict[str, Any] | None:
         return self.core.vtoken_call("receipt", {"key": key})["ok"] if key else None
 
     def _classes(self) -> dict[str, str]:
-        worker = self.core.model_executor.driver_worker.worker
-        runner = worker.model_runner
-        layers = runner.compilation_config.static_forward_context.values()
-        objects = {
-            "scheduler": self.scheduler,
-            "worker": worker,
-            "runner": runner,
-            "attention": next(iter(layers)).impl,
-        }
-        return {k: f"{type(v).__module__}.{type(v).__qualname__}" for k, v in objects.items()}
+        first, *_ = self.core.model_executor.collective_rpc(_worker_classes)
+        return {"scheduler": _path(self.scheduler), **first}
+
+
+def _worker_classes(worker: Any) -> dict[str, str]:
+    """Runs in a worker, which under tensor parallelism is another process."""
+    worker = getattr(worker, "worker", worker)  # within one process it comes wrapped
+    runner = worker.model_runner
+    layers = runner.compilation_config.static_forward_context.values()
+    attention = next(iter(layers)).impl
+    return {"worker": _path(worker), "runner": _path(runner), "attention": _path(attention)}
+
+
+def _mutate(name: str, ranks: list[int], worker: Any) -> None:
+    """Runs in every worker; only those of ``ranks`` become mutants."""
+    if worker.rank in ranks:
+        MUTANTS[name]()
+
+
+def _path(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _logprobs(output: Any) -> list[list[list[float]]]:

@@ -69,7 +69,10 @@ class DenseOracle:
         evictions: list[tuple[int, list[int]]],
     ) -> Verdict:
         sequence = torch.tensor([(prompt + tokens)[:-1]])
-        expected = self._logprobs(sequence, eviction_mask(sequence.shape[1], evictions))
+        expected = torch.empty(0)
+        for start, of_life in lives_of(evictions):
+            life = self._logprobs(sequence, eviction_mask(sequence.shape[1], of_life))
+            expected = torch.cat([expected[:start], life[start:]])
         unmasked = self._logprobs(sequence, eviction_mask(sequence.shape[1], []))
         first = len(prompt) - 1
         rows, sampled = expected[first:], torch.tensor(tokens)
@@ -102,6 +105,23 @@ def eviction_mask(length: int, evictions: list[tuple[int, list[int]]]) -> torch.
     for num_tokens, ids in evictions:
         visible[num_tokens:, ids] = False
     return torch.zeros(length, length).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+
+def lives_of(
+    evictions: list[tuple[int, list[int]]],
+) -> list[tuple[int, list[tuple[int, list[int]]]]]:
+    """Evictions of each life of a request, with the first query that is computed in it.
+
+    A preempted request is computed again with everything live. The log marks that with an
+    eviction of nothing, at the number of tokens that had been computed.
+    """
+    lives: list[tuple[int, list[tuple[int, list[int]]]]] = [(0, [])]
+    for num_tokens, ids in evictions:
+        if ids:
+            lives[-1][1].append((num_tokens, ids))
+        else:
+            lives.append((num_tokens, []))
+    return lives
 
 
 def _evictions_of(request: str, log: list[Eviction]) -> list[tuple[int, list[int]]]:

@@ -20,22 +20,30 @@ NUM_LAYERS = 2
 NUM_HEADS = 2
 BYTES_PER_TOKEN = NUM_LAYERS * 2 * (HIDDEN_SIZE // NUM_HEADS) * 2
 """K and V of the one KV head in bf16."""
-FOLDER = f"tiny-llama-{NUM_LAYERS}x{HIDDEN_SIZE}-v{VOCABULARY}"
+HEAD_SIZE = HIDDEN_SIZE // NUM_HEADS
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Of its engine. Its matrices are too small to be shared out: on a busy machine threads that wait
 for each other make a step twenty times slower than one thread alone."""
 
 
-def ensure_tiny_model(cache_dir: Path | None = None) -> Path:
-    """Folder of the model, made if it is not there; whole or absent, as for the embedded one."""
+def ensure_tiny_model(
+    cache_dir: Path | None = None, *, num_heads: int = NUM_HEADS, num_kv_heads: int = 1
+) -> Path:
+    """Folder of the model, made if it is not there; whole or absent, as for the embedded one.
+
+    Args:
+        cache_dir: where models are kept.
+        num_heads, num_kv_heads: for tensor parallelism, whose ranks share the heads out.
+    """
     cache = cache_dir or default_cache_dir()
-    folder = cache / FOLDER
+    name = f"tiny-llama-{NUM_LAYERS}x{num_heads * HEAD_SIZE}-v{VOCABULARY}-kv{num_kv_heads}"
+    folder = cache / name
     if folder.exists():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=cache))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=cache))
     try:
-        _build(unfinished)
+        _build(unfinished, num_heads, num_kv_heads)
         with contextlib.suppress(OSError):  # another process was faster: its folder is the same
             os.replace(unfinished, folder)
     finally:
@@ -43,17 +51,17 @@ def ensure_tiny_model(cache_dir: Path | None = None) -> Path:
     return folder
 
 
-def _build(folder: Path) -> None:
+def _build(folder: Path, num_heads: int, num_kv_heads: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=2 * HIDDEN_SIZE,
+        hidden_size=num_heads * HEAD_SIZE,
+        intermediate_size=2 * num_heads * HEAD_SIZE,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         max_position_embeddings=4096,
         initializer_range=0.2,  # sharp enough that attention and tokens depend on the context
         bos_token_id=1,

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vtoken.errors import TokenTableError
+from vtoken.integration.vllm.device_rows import DeviceSlotRows
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_view import SlotGeometry
 
@@ -14,8 +16,18 @@ GEOMETRY = SlotGeometry(block_size=4, num_kv_heads=3, head_size=8)
 MAX_REQS, MAX_LEN, NUM_SLOTS = 4, 30, 400
 
 
-def make_rows():
+def make_host_rows():
     return SlotRows(MAX_REQS, MAX_LEN, GEOMETRY)
+
+
+def make_device_rows():
+    return DeviceSlotRows(MAX_REQS, MAX_LEN, GEOMETRY, torch.device("cpu"))
+
+
+@pytest.fixture(params=[make_host_rows, make_device_rows], ids=["host", "device"])
+def make_rows(request):
+    """Rows of either runner."""
+    return request.param
 
 
 def slots(*numbers):
@@ -29,9 +41,11 @@ def append(rows, req_ids, num_new, write):
 class RowsAgainstDictionary(RuleBasedStateMachine):
     """Random rows, drops and mixed steps; the model is ``{req_id: [canonical slots]}``."""
 
+    make_rows = staticmethod(make_host_rows)
+
     @initialize()
     def start(self):
-        self.rows = make_rows()
+        self.rows = self.make_rows()
         self.model = {}
         self.address = self.rows.table.data_ptr()
 
@@ -67,28 +81,46 @@ class RowsAgainstDictionary(RuleBasedStateMachine):
             write = write[count:]
 
     @invariant()
-    def rows_equal_the_model(self):
-        """Canonical rows, kernel slots, lengths and the free list agree with the model."""
+    def lengths_equal_the_model(self):
+        """Lengths and the free list agree with the model, and nothing was allocated anew."""
         assert len(self.rows) == len(self.model)
         assert self.rows.table.data_ptr() == self.address
         for req_id, live in self.model.items():
+            assert self.rows.lens(self.rows.rows([req_id])).tolist() == [len(live)]
+
+    @rule()
+    def read(self):
+        """Canonical rows and kernel slots; rarely, for reading writes out what is staged."""
+        for req_id, live in self.model.items():
             assert self.rows.canonical(req_id).tolist() == live
-            row = self.rows.rows([req_id])
-            assert self.rows.lens(row).tolist() == [len(live)]
-            kernel = self.rows.table[int(row[0]), : len(live)].numpy()
+            (row,) = self.rows.rows([req_id])
+            kernel = self.rows.table[int(row), : len(live)].numpy()
             assert kernel.tolist() == [s // 4 * 24 + s % 4 for s in live]
+
+    def teardown(self):
+        """Whatever the rules were, in the end the rows are right."""
+        if hasattr(self, "rows"):
+            self.read()
+
+
+class DeviceRowsAgainstDictionary(RowsAgainstDictionary):
+    """The same for a table on a device."""
+
+    make_rows = staticmethod(make_device_rows)
 
 
 TestRowsAgainstDictionary = RowsAgainstDictionary.TestCase
 TestRowsAgainstDictionary.settings = settings(max_examples=40, stateful_step_count=25)
+TestDeviceRowsAgainstDictionary = DeviceRowsAgainstDictionary.TestCase
+TestDeviceRowsAgainstDictionary.settings = TestRowsAgainstDictionary.settings
 
 
-def test_width_leaves_a_block_beyond_the_longest_request():
+def test_width_leaves_a_block_beyond_the_longest_request(make_rows):
     """30 tokens are 8 blocks of 4, plus one block."""
     assert make_rows().width == 36
 
 
-def test_row_survives_steps_without_the_request():
+def test_row_survives_steps_without_the_request(make_rows):
     """A request that is merely not scheduled keeps its row, wherever the batch goes."""
     rows = make_rows()
     rows.set_row("a", slots(8, 9))
@@ -99,7 +131,7 @@ def test_row_survives_steps_without_the_request():
     assert rows.canonical("b").tolist() == [20, 21, 22, 23]
 
 
-def test_dropped_rows_are_given_to_others():
+def test_dropped_rows_are_given_to_others(make_rows):
     """The free list never runs dry through finish and preemption."""
     rows = make_rows()
     for i in range(10 * MAX_REQS):
@@ -108,7 +140,7 @@ def test_dropped_rows_are_given_to_others():
     assert len(rows) == 0
 
 
-def test_scheduled_request_without_row_is_an_error_with_numbers():
+def test_scheduled_request_without_row_is_an_error_with_numbers(make_rows):
     """A row that the scheduler forgot to send is named."""
     rows = make_rows()
     rows.set_row("a", slots())
@@ -116,7 +148,7 @@ def test_scheduled_request_without_row_is_an_error_with_numbers():
         rows.rows(["a", "x", "y"])
 
 
-def test_more_requests_than_rows_is_an_error():
+def test_more_requests_than_rows_is_an_error(make_rows):
     """The table does not grow: its address is fixed."""
     rows = make_rows()
     for i in range(MAX_REQS):
@@ -125,7 +157,7 @@ def test_more_requests_than_rows_is_an_error():
         rows.set_row("late", slots())
 
 
-def test_rows_longer_than_the_table_are_refused():
+def test_rows_longer_than_the_table_are_refused(make_rows):
     """Both ways to grow a row check its width and change nothing."""
     rows = make_rows()
     with pytest.raises(TokenTableError, match="37 live tokens, a row holds 36"):
@@ -136,9 +168,36 @@ def test_rows_longer_than_the_table_are_refused():
     assert rows.canonical("a").tolist() == list(range(35))
 
 
-def test_write_slots_must_match_the_new_tokens():
+def test_write_slots_must_match_the_new_tokens(make_rows):
     """A mismatch between vLLM's slot mapping and the scheduled counts is caught."""
     rows = make_rows()
     rows.set_row("a", slots())
     with pytest.raises(TokenTableError, match="3 write slots for 2 new tokens"):
         append(rows, ["a"], [2], [1, 2, 3])
+
+
+def test_device_rows_are_written_once_per_step(monkeypatch):
+    """All rows of a message go over in one scatter, the step's new tokens in another."""
+    rows, writes = make_device_rows(), []
+    put = DeviceSlotRows._put
+    monkeypatch.setattr(
+        DeviceSlotRows, "_put", lambda self, *args: writes.append(len(args[0])) or put(self, *args)
+    )
+    rows.set_row("a", slots(1, 2, 3))
+    rows.set_row("b", slots(9))
+    rows.set_row("b", slots(7, 8))
+    assert writes == []
+    append(rows, ["b", "a"], [1, 2], [20, 21, 22])
+    assert writes == [5, 3]
+    append(rows, ["a"], [1], [23])
+    assert writes == [5, 3, 1]
+    assert rows.canonical("a").tolist() == [1, 2, 3, 21, 22, 23]
+    assert rows.canonical("b").tolist() == [7, 8, 20]
+
+
+def test_write_slots_may_be_a_tensor(make_rows):
+    """As V2 has them."""
+    rows = make_rows()
+    rows.set_row("a", slots(5))
+    rows.append(rows.rows(["a"]), np.array([2], np.int32), torch.tensor([6, 40]))
+    assert rows.canonical("a").tolist() == [5, 6, 40]

@@ -57,11 +57,11 @@ def pool():
     return KVPool([SplitKV.from_cache(x) for x in torch.randn(2, BLOCKS, HEADS, SIZE, 2 * DIM)])
 
 
-def make_core(pool, engine=None):
+def make_core(pool, engine=None, ranks=None):
     from vtoken.kv_view import SlotGeometry
 
     rows = SlotRows(4, 40, SlotGeometry(SIZE, HEADS, DIM))
-    return WorkerCore(rows, engine or LazyEngine(pool), pool)
+    return WorkerCore(rows, engine or LazyEngine(pool), pool, ranks=ranks)
 
 
 def run_step(core, message=None, req_ids=(), num_new=(), write=(), ended=(), new=(), join=False):
@@ -236,3 +236,28 @@ def test_moving_a_token_that_is_not_live_is_an_error(row):
     """A plan that names a dead or foreign slot does not match the row."""
     with pytest.raises(TokenTableError, match="not in the row"):
         moved_row(slots(*row), slots(9), slots(40))
+
+
+class CountingRanks:
+    """Two ranks that agree, and how often they exchanged reports."""
+
+    def __init__(self):
+        self.num_gathers = 0
+
+    def gather(self, report):
+        self.num_gathers += 1
+        return [report, report]
+
+
+def test_ranks_exchange_reports_only_when_there_are_results(pool):
+    """A step without a joined batch costs no communication; one with a batch, one exchange."""
+    ranks = CountingRanks()
+    core = make_core(pool, ranks=ranks)
+    start_request(core)
+    run_step(core, StepMessage(relocation=make_batch()), ["a"], [1], [6])
+    assert ranks.num_gathers == 0
+    _, report = run_step(core, None, ["a"], [1], [7])
+    assert ranks.num_gathers == 1
+    assert [copy.ticket for copy in report.copies] == [1]
+    run_step(core, None, ["a"], [1], [8])
+    assert ranks.num_gathers == 1

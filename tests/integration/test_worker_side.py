@@ -1,5 +1,6 @@
 """The adapters over vLLM's private worker names: nothing of ours stays behind after they end."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,18 +10,21 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker import cpu_worker
+from vllm.v1.worker.cpu import model_runner as model_runner_v2
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vtoken.errors import UnsupportedError
 from vtoken.integration.vllm.attention_cpu import LiveCPUAttentionBackend
 from vtoken.integration.vllm.compat import check_vllm_version
+from vtoken.integration.vllm.compat.runner_v2 import cpu_runner_class_v2
 from vtoken.integration.vllm.compat.worker_side import (
     HookedCPUModelRunner,
     cpu_attention_override,
     cpu_runner_class,
 )
 from vtoken.integration.vllm.messages import ATTRIBUTE, StepReport
-from vtoken.integration.vllm.model_runner import _BACKEND_PATH, VTokenCPUModelRunner
+from vtoken.integration.vllm.model_runner import VTokenCPUModelRunner
+from vtoken.integration.vllm.runner_base import _BACKEND_PATH
 
 CPU_ATTN = AttentionBackendEnum.CPU_ATTN
 
@@ -110,9 +114,39 @@ def test_shared_empty_output_is_never_tagged():
     """vLLM returns one object for all empty steps of all engines of the process."""
     runner = object.__new__(VTokenCPUModelRunner)
     runner._core = SimpleNamespace(report=lambda: StepReport(worker_seconds=1.0))
-    output = runner._with_report(EMPTY_MODEL_RUNNER_OUTPUT)
+    output = runner.with_report(EMPTY_MODEL_RUNNER_OUTPUT)
     assert getattr(output, ATTRIBUTE).worker_seconds == 1.0
     assert not hasattr(EMPTY_MODEL_RUNNER_OUTPUT, ATTRIBUTE)
+
+
+def test_report_of_a_wrapped_output_rides_on_what_is_wrapped():
+    """V2 returns the output before its tensors have arrived; the scheduler gets the inner one."""
+    runner = object.__new__(VTokenCPUModelRunner)
+    runner._core = SimpleNamespace(report=lambda: StepReport(worker_seconds=1.0))
+    inner = copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
+    outer = SimpleNamespace(model_runner_output=inner)
+    assert runner.with_report(outer) is outer
+    assert getattr(inner, ATTRIBUTE).worker_seconds == 1.0
+
+
+def test_steps_that_no_scheduler_made_start_with_empty_rows():
+    """vLLM's warm-up sends requests of its own, without a message."""
+    messages = []
+    runner = object.__new__(VTokenCPUModelRunner)
+    runner._core = SimpleNamespace(begin_step=lambda message, join_now: messages.append(message))
+    new = [SimpleNamespace(req_id="warm-up")]
+    output = SimpleNamespace(scheduled_new_reqs=new, total_num_scheduled_tokens=1)
+    runner.step_begins(output, touches_blocks=False)
+    assert [len(row) for row in messages[0].rows.values()] == [0]
+    assert list(messages[0].rows) == ["warm-up"]
+
+
+def test_runner_of_the_newer_generation_is_replaced_for_the_call_only():
+    """The worker imports it by this name while it sets itself up."""
+    stock = model_runner_v2.CPUModelRunner
+    with cpu_runner_class_v2(VTokenCPUModelRunner):
+        assert model_runner_v2.CPUModelRunner is VTokenCPUModelRunner
+    assert model_runner_v2.CPUModelRunner is stock
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.7"])

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from vtoken.integration.vllm.messages import SignalReport, StepMessage
+from vtoken.integration.vllm.ranks import OneRank, Ranks
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_view import SlotGeometry, SplitKV
 from vtoken.observation import (
@@ -65,14 +66,18 @@ class Observer:
         step: where sampled layers report in this step; None if nothing is observed in it.
     """
 
-    def __init__(self, rows: SlotRows, layers: Mapping[str, SplitKV]) -> None:
+    def __init__(
+        self, rows: SlotRows, layers: Mapping[str, SplitKV], ranks: Ranks | None = None
+    ) -> None:
         """Start without a specification: nothing is observed.
 
         Args:
             rows: the worker's slot rows.
             layers: views of the cache by layer name, in the order of the model.
+            ranks: that hold the other heads; None: this worker has all of them.
         """
         self.step: StepObserver | None = None
+        self._ranks = ranks or OneRank()
         self._rows = rows
         self._layers = layers
         self._spec: ObservationSpec | None = None
@@ -131,8 +136,10 @@ class Observer:
         """
         step, self.step = self.step, None
         if step is not None:
-            for group in step.groups:
-                mean = group.mass / len(self._sampled)
+            # Before anything nonlinear (the history compares with the mean mass) happens to it.
+            masses = self._ranks.mean([group.mass for group in step.groups])
+            for group, mass in zip(step.groups, masses, strict=True):
+                mean = mass / len(self._sampled)
                 self._signals.add(group.rows, mean, group.lens, group.in_prefill)
         if self._spec is None:
             return {}
@@ -167,7 +174,7 @@ class Observer:
         return SignalReport(observed, values)
 
     def _cache_signals(self, req_id: str, names: frozenset[str]) -> dict[str, NDArray[Any]]:
-        """Signals that need nothing but K and V: mean over sampled layers."""
+        """Signals that need nothing but K and V: mean over sampled layers and ranks."""
         if not names:
             return {}
         totals = dict.fromkeys(names, torch.zeros(()))
@@ -178,7 +185,8 @@ class Observer:
             key, value = view.rows[heads], view.rows[heads + size]
             for name in names:
                 totals[name] = totals[name] + _cache_signal(name, key, value)
-        return {name: (total / len(self._sampled)).numpy() for name, total in totals.items()}
+        means = self._ranks.mean([totals[name] / len(self._sampled) for name in sorted(totals)])
+        return {name: mean.numpy() for name, mean in zip(sorted(totals), means, strict=True)}
 
 
 def _cache_signal(name: str, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def engine_args(config: VTokenConfig) -> dict[str, Any]:
         return {}
     check_vllm_version()
     return {
-        "scheduler_cls": "vtoken.integration.vllm.scheduler.VTokenScheduler",
+        "scheduler_cls": "vtoken.integration.vllm.scheduler.scheduler_for",
         "worker_cls": "vtoken.integration.vllm.worker.VTokenCPUWorker",
         "block_size": DEFAULT_BLOCK_SIZE,
         "additional_config": {"vtoken": config.to_dict()},

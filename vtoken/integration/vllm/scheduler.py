@@ -46,6 +46,7 @@ from vtoken.types import IdArray
 logger = logging.getLogger(__name__)
 
 NUM_REMEMBERED_RELOCATIONS = 32
+_EXPECTED_ROWS = "vtoken_expected_rows"
 
 
 class VTokenSchedulerMixin(SchedulerHooks):
@@ -97,6 +98,8 @@ class VTokenSchedulerMixin(SchedulerHooks):
         scheduled = output.num_scheduled_tokens
         message = step_message(self.layer, self.requests, scheduled, self._admit)
         setattr(output, ATTRIBUTE, message)
+        if message.report_rows:
+            setattr(output, _EXPECTED_ROWS, self.layer.live_slots(scheduled))
         if output.total_num_scheduled_tokens:
             self.num_steps += 1
         self.backpressure.step_decided()
@@ -109,6 +112,8 @@ class VTokenSchedulerMixin(SchedulerHooks):
         """Settle what the worker reports, let vLLM process the output, then evict."""
         start = time.perf_counter()
         report = getattr(model_runner_output, ATTRIBUTE, StepReport())
+        for req_id, row in report.rows.items():
+            self.layer.check_row(req_id, getattr(scheduler_output, _EXPECTED_ROWS)[req_id], row)
         lost = self._settle(report)
         if lost:
             logger.error("relocation lost the K/V of requests %s: they end with an error", lost)
@@ -151,8 +156,6 @@ class VTokenSchedulerMixin(SchedulerHooks):
     def _settle(self, report: StepReport) -> list[str]:
         stats = self.layer.stats
         lost: list[str] = []
-        for req_id, row in report.rows.items():
-            self.layer.check_row(req_id, row)
         if report.worker_seconds:
             stats.observe("worker_overhead_seconds", report.worker_seconds)
         damaged: dict[int, set[str]] = {}
@@ -178,7 +181,8 @@ class VTokenSchedulerMixin(SchedulerHooks):
         return lost
 
     def _record_eviction(self, kv: RequestKV, num_tokens: int, victims: IdArray) -> None:
-        self.eviction_log.append((kv.req_id, num_tokens, victims.tolist()))
+        # Queries in flight still see the victims: they are gone for the ones scheduled next.
+        self.eviction_log.append((kv.req_id, kv.num_tokens, victims.tolist()))
 
     # -- blocks ----------------------------------------------------------------------------
 
@@ -191,9 +195,20 @@ class VTokenSchedulerMixin(SchedulerHooks):
         self.layer.stats.inc("preemptions_total")
 
 
+        if self.layer.config.record_evictions:  # nobody evicts nothing: a new life begins here
+            self.eviction_log.append((request.request_id, request.num_computed_tokens, []))
 class VTokenScheduler(VTokenSchedulerMixin, Scheduler):
-    """``scheduler_cls`` for synchronous scheduling (the CPU engine)."""
+    """For synchronous scheduling (vLLM's CPU engine)."""
 
 
 class VTokenAsyncScheduler(VTokenSchedulerMixin, AsyncScheduler):
-    """``scheduler_cls`` for asynchronous scheduling: one step ahead of the worker."""
+    """For asynchronous scheduling: one step ahead of the worker."""
+
+
+def scheduler_for(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> VTokenSchedulerMixin:
+    """``scheduler_cls`` of every engine: vLLM calls what it is given, and decides on asynchronous
+    scheduling only after it was given.
+    """
+    is_async = vllm_config.scheduler_config.async_scheduling
+    scheduler_class = VTokenAsyncScheduler if is_async else VTokenScheduler
+    return scheduler_class(vllm_config, *args, **kwargs)

@@ -12,16 +12,36 @@ a request out of a step touches nothing here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vtoken.errors import TokenTableError
-from vtoken.kv_view import SlotGeometry
 from vtoken.types import SlotArray
 
+CPU = torch.device("cpu")
 RowArray = NDArray[np.int64]
+WriteSlots: TypeAlias = NDArray[np.int64] | torch.Tensor
+"""Canonical slots, int64: an array, or a tensor where the runner has them on its device."""
+
+
+class SlotLayout(Protocol):
+    """How kernels number slots; see :class:`~vtoken.kv_view.SlotGeometry`."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...  # pragma: no cover
+
+    def kernel_slots(self, slots: Any) -> Any:
+        """Kernel slots of canonical ones, same shape and type."""
+        ...  # pragma: no cover
+
+    def canonical_slots(self, kernel_slots: Any) -> Any:
+        """The inverse."""
+        ...  # pragma: no cover
 
 
 class SlotRows:
@@ -33,12 +53,17 @@ class SlotRows:
         width: tokens per row: ``max_model_len`` rounded up to whole blocks, plus one block.
     """
 
-    def __init__(self, max_num_reqs: int, max_model_len: int, geometry: SlotGeometry) -> None:
-        block_size = geometry.block_size
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        layout: SlotLayout,
+        device: torch.device = CPU,
+    ) -> None:
+        block_size = layout.block_size
         self.width = (-(-max_model_len // block_size) + 1) * block_size
-        self.table = torch.zeros(max_num_reqs, self.width, dtype=torch.int32)
-        self._geometry = geometry
-        self._table = self.table.numpy()
+        self.table = torch.zeros(max_num_reqs, self.width, dtype=torch.int32, device=device)
+        self._layout = layout
         self._lens = np.zeros(max_num_reqs, np.int64)
         self._row_of: dict[str, int] = {}
         self._free = list(range(max_num_reqs))[::-1]
@@ -66,7 +91,7 @@ class SlotRows:
                     f"no slot row for request {req_id!r}: all {len(self._lens)} are taken"
                 )
             row = self._row_of[req_id] = self._free.pop()
-        self._table[row, : len(slots)] = self._geometry.kernel_slots(slots)
+        self._write(row, self._layout.kernel_slots(slots))
         self._lens[row] = len(slots)
 
     def drop(self, req_ids: Iterable[str]) -> None:
@@ -92,9 +117,7 @@ class SlotRows:
                 f"{missing[0]!r}; the scheduler sent rows for {len(self._row_of)} requests"
             ) from None
 
-    def append(
-        self, rows: RowArray, num_new: NDArray[np.int32], write_slots: NDArray[np.int64]
-    ) -> None:
+    def append(self, rows: RowArray, num_new: NDArray[np.int32], write_slots: WriteSlots) -> None:
         """Append to ``rows[i]`` the next ``num_new[i]`` of the canonical ``write_slots``.
 
         ``write_slots`` is ``[num_new.sum()]``, requests one after the other. Rows are distinct.
@@ -102,22 +125,27 @@ class SlotRows:
         Raises:
             TokenTableError: numbers disagree or a row would overflow; nothing was changed.
         """
+        starts, ends = self._grown(rows, num_new, len(write_slots))
+        kernel = self._layout.kernel_slots(np.asarray(write_slots))
+        table = self.table.numpy()
+        if len(write_slots) == len(rows) and int(num_new.max(initial=0)) == 1:
+            table[rows, starts] = kernel
+        else:
+            table.reshape(-1)[flat_columns(rows, starts, num_new, self.width)] = kernel
+        self._lens[rows] = ends
+
+    def _grown(
+        self, rows: RowArray, num_new: NDArray[np.int32], num_slots: int
+    ) -> tuple[RowArray, RowArray]:
+        """Lengths before and after an append, checked; changes nothing."""
         starts = self._lens[rows]
-        ends = starts + num_new
+        ends: RowArray = starts + num_new
         total = int(num_new.sum())
-        if total != len(write_slots):
-            raise TokenTableError(f"{len(write_slots)} write slots for {total} new tokens")
+        if total != num_slots:
+            raise TokenTableError(f"{num_slots} write slots for {total} new tokens")
         if len(ends) and int(ends.max()) > self.width:
             raise TokenTableError(f"a row would hold {int(ends.max())} of {self.width} tokens")
-        kernel = self._geometry.kernel_slots(write_slots)
-        if total == len(rows) and int(num_new.max(initial=0)) == 1:
-            self._table[rows, starts] = kernel
-        else:
-            # Column of token t of request i: starts[i] + (t - first token of i).
-            shift = starts - (np.cumsum(num_new) - num_new)
-            columns = np.repeat(shift, num_new) + np.arange(total)
-            self._table[np.repeat(rows, num_new), columns] = kernel
-        self._lens[rows] = ends
+        return starts, ends
 
     def lens(self, rows: RowArray) -> RowArray:
         """Live tokens of ``rows``, int64; a copy."""
@@ -130,5 +158,24 @@ class SlotRows:
             TokenTableError: the request has no row.
         """
         row = int(self.rows([req_id])[0])
-        slots: SlotArray = self._geometry.canonical_slots(self._table[row, : self._lens[row]])
+        kernel = self.table.numpy()[row, : self._lens[row]]
+        slots: SlotArray = self._layout.canonical_slots(kernel)
         return slots
+
+    def _write(self, row: int, kernel_slots: SlotArray) -> None:
+        """Replace the first entries of a row."""
+        self.table.numpy()[row, : len(kernel_slots)] = kernel_slots
+
+
+def flat_columns(
+    rows: RowArray, starts: RowArray, num_new: NDArray[np.int32], width: int
+) -> RowArray:
+    """Places in the flattened table of ``num_new[i]`` entries from ``starts[i]`` of ``rows[i]``.
+
+    Returns:
+        int64 ``[num_new.sum()]``, row by row.
+    """
+    # Entry t of row i: rows[i] * width + starts[i] + (t - first entry of i).
+    shift = rows * width + starts - (np.cumsum(num_new) - num_new)
+    flat: RowArray = np.repeat(shift, num_new) + np.arange(int(num_new.sum()))
+    return flat

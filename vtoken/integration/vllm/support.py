@@ -18,6 +18,14 @@ from vtoken.integration.vllm.compat import check_vllm_version
 CONFIG_KEY = "vtoken"
 """Key of our settings inside vLLM's ``additional_config``."""
 
+_NOT_PARALLEL = {
+    "pipeline_parallel_size": "stages run different steps at once, and only the last one reports",
+    "data_parallel_size": "the token layer serves one engine per server so far",
+    "decode_context_parallel_size": "ranks hold different tokens of one request",
+    "prefill_context_parallel_size": "ranks hold different tokens of one request",
+}
+"""Tensor parallelism is not among them: its ranks hold the same tokens, and the heads apart."""
+
 
 def vtoken_config(vllm_config: VllmConfig) -> VTokenConfig:
     """Our settings, as they travelled inside vLLM's configuration.
@@ -92,20 +100,12 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
         yield "KV connectors read and write blocks on their own schedule"
     if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield f"kv_cache_dtype={config.cache_config.cache_dtype!r} has no token-granular CPU kernel"
-    for name in (
-        "pipeline_parallel_size",
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
+    for name, reason in _NOT_PARALLEL.items():
         size = getattr(parallel, name)
         if size > 1:
-            yield f"{name}={size}, must be 1"
+            yield f"{name}={size}, must be 1: {reason}"
     if parallel.use_ubatching:
         yield "dual batch overlap splits a batch behind the scheduler's back"
-    if config.use_v2_model_runner:
-        yield "Model Runner V2 is in use: set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def _group_reasons(config: KVCacheConfig) -> Iterator[str]:

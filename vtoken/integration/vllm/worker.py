@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vtoken.integration.vllm.compat.runner_v2 import cpu_runner_class_v2
 from vtoken.integration.vllm.compat.worker_side import cpu_runner_class
 from vtoken.integration.vllm.model_runner import VTokenCPUModelRunner
 from vtoken.integration.vllm.support import check_supported, vtoken_config
@@ -25,6 +27,13 @@ class VTokenCPUWorker(CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
-        """Set the process up and build the runner."""
-        with cpu_runner_class(VTokenCPUModelRunner):
+        """Set the process up and build the runner, of the generation that vLLM chose."""
+        with self._our_runner():
             super().init_device()
+
+    def _our_runner(self) -> AbstractContextManager[None]:
+        if not self.use_v2_model_runner:
+            return cpu_runner_class(VTokenCPUModelRunner)
+        from vtoken.integration.vllm.model_runner_v2 import VTokenCPUModelRunnerV2
+
+        return cpu_runner_class_v2(VTokenCPUModelRunnerV2)

@@ -11,7 +11,7 @@ Order within one step (hazards in brackets):
 4. the forward.
 5. ``after_forward``: hash if asked, then start the copies of this step's plan; accumulate what
    the sampled layers observed [reads keys of live tokens; copies write free blocks only].
-6. ``report``: results of the batches that 1 or 3 joined.
+6. ``report``: results of the batches that 1 or 3 joined, merged over the ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from vtoken.integration.vllm.messages import (
     VerifyResult,
 )
 from vtoken.integration.vllm.observer import LayerObserver, Observer
-from vtoken.integration.vllm.slot_rows import RowArray, SlotRows
+from vtoken.integration.vllm.ranks import OneRank, Ranks, merged
+from vtoken.integration.vllm.slot_rows import RowArray, SlotRows, WriteSlots
 from vtoken.kv_pool import KVPool
 from vtoken.types import CopyResult, SlotArray
 
@@ -57,10 +58,16 @@ class WorkerCore:
     """Rows, relocations and their verification of one worker; one thread calls it."""
 
     def __init__(
-        self, rows: SlotRows, engine: CopyEngine, pool: KVPool, observer: Observer | None = None
+        self,
+        rows: SlotRows,
+        engine: CopyEngine,
+        pool: KVPool,
+        observer: Observer | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.rows = rows
         self._observer = observer
+        self._ranks = ranks or OneRank()
         self._engine = engine
         self._pool = pool
         self._message = StepMessage()
@@ -111,7 +118,7 @@ class WorkerCore:
         self,
         req_ids: Sequence[str],
         num_new: NDArray[np.int32],
-        write_slots: NDArray[np.int64],
+        write_slots: WriteSlots,
     ) -> tuple[RowArray, RowArray]:
         """Append this step's new tokens and join outstanding copies: the forward is next.
 
@@ -157,14 +164,19 @@ class WorkerCore:
         self._checks.extend(checks)
 
     def report(self) -> StepReport:
-        """The report of this step; each result is handed out once."""
+        """The report of this step, for all ranks; each result is handed out once.
+
+        Ranks exchange their reports only if they hold results or rows, which all ranks decide
+        alike: which batches a step joins depends on the messages alone.
+        """
         rows: dict[str, SlotArray] = {}
         if self._message.report_rows:
             rows = {req_id: self.rows.canonical(req_id) for req_id in self._scheduled}
         verified, self._verified = tuple(self._verified), []
         copies, self._settled = tuple(self._settled), []
         signals, self._signals = self._signals, {}
-        return StepReport(copies, verified, rows, self._seconds, signals)
+        report = StepReport(copies, verified, rows, self._seconds, signals)
+        return merged(self._ranks.gather(report)) if copies or rows else report
 
     @property
     def layer_observer(self) -> LayerObserver | None:

@@ -1,0 +1,144 @@
+"""Model Runner V2, which vLLM takes on GPUs, under Triton's interpreter: the same layer, one step
+ahead of the outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine import test_tensor_parallel
+from tests.engine.conftest import RunArm
+from tests.engine.oracle import DenseOracle, lives_of
+from tests.engine.tiny_model import BYTES_PER_TOKEN
+from tests.engine.workloads import make_prompts, make_workload
+
+pytestmark = [pytest.mark.engine, pytest.mark.identity, pytest.mark.gpu_interp]
+
+POLICIES = ("streaming_llm", "random", "h2o")
+MAX_LOGPROB_ERROR = 2e-3
+NO_COPY = "moves without copies"
+NUM_BLOCKS = 66
+RUNNER = "vtoken.integration.vllm.model_runner_v2.VTokenCPUModelRunnerV2"
+SCHEDULERS = {
+    True: "vtoken.integration.vllm.scheduler.VTokenAsyncScheduler",
+    False: "vtoken.integration.vllm.scheduler.VTokenScheduler",
+}
+
+
+def make_sync_spec() -> dict[str, Any]:
+    """What the V1 runner is given elsewhere, step by step."""
+    return {**test_tensor_parallel.make_spec("lazy", 1), "runner": "v2", "async": False}
+
+
+def make_async_spec(mode: str) -> dict[str, Any]:
+    """Each policy; then, in mode lazy, relocations that are never carried out."""
+    prompts = make_prompts((70, 150, 333, 411))
+    workloads = [make_workload(policy, 48, prompts=prompts) for policy in POLICIES]
+    if mode == "lazy":
+        workloads.append(
+            make_workload("random", 48, prompts=prompts, name=NO_COPY, fault=["no_copy", [0]])
+        )
+    spec = test_tensor_parallel.make_spec(mode, 1)
+    vtoken = {**spec["vtoken"], "evict_interval_tokens": 6}
+    if mode == "lazy":  # or the mutant would be noticed before the oracle sees it
+        vtoken["verify"] = "off"
+    return {**spec, "vtoken": vtoken, "workloads": workloads, "runner": "v2", "async": True}
+
+
+def make_tight_spec() -> dict[str, Any]:
+    """Eight prompts that just fit; what they generate does not, so some are preempted."""
+    spec = make_async_spec("naive")
+    workload = make_workload("random", 80, prompts=make_prompts((120,) * 8, step=41))
+    vtoken = {"mode": "lazy", "budget_tokens": 128, "headroom_blocks": 1, "max_source_blocks": 6}
+    bytes_per_token = 2 * 2 * BYTES_PER_TOKEN  # fp32, two KV heads
+    engine = {"max_model_len": 512, "kv_cache_memory_bytes": NUM_BLOCKS * 16 * bytes_per_token}
+    return {
+        **spec,
+        "vtoken": {**spec["vtoken"], **vtoken},
+        "engine": {**spec["engine"], **engine},
+        "workloads": [workload],
+    }
+
+
+@pytest.fixture(scope="module")
+def oracle() -> DenseOracle:
+    """The reference model."""
+    return DenseOracle(test_tensor_parallel.model())
+
+
+def assert_ran_v2(result: dict[str, Any], *, asynchronous: bool) -> None:
+    """vLLM falls back to V1 with a log line only."""
+    assert result["classes"]["runner"] == RUNNER
+    assert result["classes"]["scheduler"] == SCHEDULERS[asynchronous]
+
+
+def assert_exact(oracle: DenseOracle, result: dict[str, Any]) -> None:
+    """Every token is the oracle's, and would not be without the evictions."""
+    verdict = oracle.judge(result)
+    assert verdict.num_mismatches == 0, verdict
+    assert verdict.max_logprob_error < MAX_LOGPROB_ERROR, verdict
+    assert verdict.num_mismatches_without_mask > 20, "the evictions must matter"
+
+
+@pytest.mark.parametrize("policy", test_tensor_parallel.POLICIES)
+def test_both_runners_agree_token_for_token(run_arm: RunArm, policy: str) -> None:
+    """Without a step of delay V2 takes V1's decisions: victims, tokens, relocations."""
+    v1 = run_arm(test_tensor_parallel.make_spec("lazy", 1))[policy]
+    v2 = run_arm(make_sync_spec())[policy]
+    assert v1["classes"]["runner"] != RUNNER
+    assert_ran_v2(v2, asynchronous=False)
+    for what in ("evictions", "tokens"):
+        assert v1[what] == v2[what]
+    for name in ("relocations_total/committed", "relocated_tokens_total"):
+        assert v1["counters"][name] == v2["counters"][name] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_step_ahead_naive_and_lazy_agree_bit_for_bit(run_arm: RunArm, policy: str) -> None:
+    """A step is scheduled before the last one's evictions are known; still nothing depends on
+    where tokens lie."""
+    naive, lazy = (run_arm(make_async_spec(mode))[policy] for mode in ("naive", "lazy"))
+    for result in (naive, lazy):
+        assert_ran_v2(result, asynchronous=True)
+        assert result["free_blocks"] == result["total_blocks"]
+    assert lazy["counters"]["relocations_total/committed"] >= 10
+    for what in ("evictions", "tokens", "logprobs"):
+        assert naive[what] == lazy[what]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_step_ahead_agrees_with_the_dense_oracle(
+    run_arm: RunArm, oracle: DenseOracle, policy: str
+) -> None:
+    """The step in flight still reads the victims, the next one does not."""
+    assert_exact(oracle, run_arm(make_async_spec("lazy"))[policy])
+
+
+def test_oracle_catches_skipped_copies(run_arm: RunArm, oracle: DenseOracle) -> None:
+    """The same engine with a copy engine that copies nothing."""
+    mutant = run_arm(make_async_spec("lazy"))[NO_COPY]
+    assert mutant["counters"]["relocations_total/committed"] >= 10
+    assert oracle.judge(mutant).num_mismatches > 20
+
+
+def test_preempted_requests_stay_exact(run_arm: RunArm, oracle: DenseOracle) -> None:
+    """Preempted with a step in flight and computed again: tokens of both lives are right."""
+    result = run_arm(make_tight_spec())["random"]
+    assert_ran_v2(result, asynchronous=True)
+    counters = result["counters"]
+    assert counters["preemptions_total"] >= 1
+    assert counters["relocations_total/committed"] >= 10
+    for invariant in ("I1", "I2", "I4"):
+        assert counters[f"invariant_checks_total/{invariant}"] > 0
+        assert counters[f"invariant_violations_total/{invariant}"] == 0
+    assert set(result["finish_reasons"]) == {"length"}
+    assert result["free_blocks"] == result["total_blocks"]
+    assert_exact(oracle, result)
+
+
+def test_lives_are_split_where_a_request_was_preempted() -> None:
+    """An eviction of nothing marks it; queries from there on belong to the next life."""
+    log = [(10, [1]), (14, [2, 3]), (15, []), (20, [1]), (21, [])]
+    assert lives_of(log) == [(0, [(10, [1]), (14, [2, 3])]), (15, [(20, [1])]), (21, [])]
+    assert lives_of([]) == [(0, [])]

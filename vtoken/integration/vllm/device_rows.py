@@ -1,0 +1,76 @@
+"""Slot rows of Model Runner V2: the table lies on the device and is never waited for.
+
+V2 prepares a step on the device while the host is ahead of it, and knows write slots there only.
+How many live tokens a row has is known to the host all the same: it was told, or it counted. So
+every column is computed on the host, and what crosses over are indices, once per step::
+
+    host     lens, rows to replace      ──one upload──▶  table[flat] = slots
+    device   write slots of the step    ───────────────▶  table[flat] = slots
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vtoken.integration.vllm.slot_rows import (
+    RowArray,
+    SlotLayout,
+    SlotRows,
+    WriteSlots,
+    flat_columns,
+)
+from vtoken.types import SlotArray
+
+
+class DeviceSlotRows(SlotRows):
+    """Rows whose table is a tensor of any device; :meth:`append` writes all of a step at once."""
+
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, layout: SlotLayout, device: torch.device
+    ) -> None:
+        super().__init__(max_num_reqs, max_model_len, layout, device)
+        self._staged: dict[int, SlotArray] = {}
+
+    def append(self, rows: RowArray, num_new: NDArray[np.int32], write_slots: WriteSlots) -> None:
+        """As the base class's; rows that were set since the last call are written first."""
+        self._flush()
+        starts, ends = self._grown(rows, num_new, len(write_slots))
+        flat = torch.from_numpy(flat_columns(rows, starts, num_new, self.width))
+        slots = torch.as_tensor(write_slots, device=self.table.device)
+        self._put(flat, self._layout.kernel_slots(slots).to(torch.int32))
+        self._lens[rows] = ends
+
+    def canonical(self, req_id: str) -> SlotArray:
+        """As the base class's, for checks only: waits for the device."""
+        self._flush()
+        row = int(self.rows([req_id])[0])
+        kernel: SlotArray = self.table[row, : int(self._lens[row])].cpu().numpy()
+        slots: SlotArray = self._layout.canonical_slots(kernel)
+        return slots
+
+    def _write(self, row: int, kernel_slots: SlotArray) -> None:
+        self._staged[row] = kernel_slots
+
+    def _flush(self) -> None:
+        """Write all staged rows in one scatter."""
+        if not self._staged:
+            return
+        rows = np.fromiter(self._staged, np.int64)
+        lens = np.array([len(slots) for slots in self._staged.values()], np.int32)
+        flat = flat_columns(rows, np.zeros(len(rows), np.int64), lens, self.width)
+        values = np.concatenate(list(self._staged.values()))
+        self._staged = {}
+        self._put(torch.from_numpy(flat), upload(torch.from_numpy(values), self.table.device))
+
+    def _put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
+        index = upload(flat, self.table.device)
+        self.table.view(-1).index_copy_(0, index, values)
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``, without waiting: a copy from pinned memory; itself on the CPU."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
