@@ -18,7 +18,7 @@ from vtoken.config import VTokenConfig
 from vtoken.observation import ATTENTION_HISTORY, SIGNALS, RequestSignals
 from vtoken.occupancy import BlockOccupancy
 from vtoken.request_kv import RequestKV
-from vtoken.request_options import RequestOptions
+from vtoken.request_options import NO_OPTIONS, RequestOptions
 from vtoken.token_layer import TokenLayer
 from vtoken.token_table import TokenTable
 
@@ -155,6 +155,8 @@ class NaiveRequest:
         row_tokens: what the worker's row holds, as of the last step sent.
         evicted_since_row: tokens died since then.
         poisoned: its content was lost by a copy that failed after the commit.
+        options: what the request itself asked for.
+        num_prompt: length of its prompt.
     """
 
     block_size: int
@@ -170,6 +172,8 @@ class NaiveRequest:
     row_tokens: list[int] = field(default_factory=list)
     evicted_since_row: bool = False
     poisoned: bool = False
+    options: RequestOptions = NO_OPTIONS
+    num_prompt: int = 0
 
     def grow(self, blocks: list[int], keys: Iterable[int]) -> None:
         """New live tokens with these contents, where the block list puts them."""

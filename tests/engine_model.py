@@ -24,8 +24,10 @@ import pytest
 from tests.core_models import ModelPool, NaiveModel, NaiveRequest, make_config, make_signals
 from vtoken.errors import ConfigError
 from vtoken.observation import ATTENTION_SIGNALS, DECODE_SIGNALS, RequestSignals
+from vtoken.policies.base import EvictionPolicy
 from vtoken.policies.registry import POLICIES
 from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.request_options import NO_OPTIONS, RequestOptions
 from vtoken.token_layer import TokenLayer
 
 MAX_IN_FLIGHT = 3
@@ -44,6 +46,7 @@ class Request:
     num_prompt: int
     max_tokens: int
     prefill_end: int
+    options: RequestOptions = NO_OPTIONS
     computed: int = 0
     done: int = 0
 
@@ -129,6 +132,11 @@ class Counts:
     early_evictions: int = 0
     held: int = 0
     shared: int = 0
+    packed: int = 0
+    own_policy: int = 0
+    own_budget: int = 0
+    own_spans: int = 0
+    opted_out: int = 0
 
 
 @dataclass(eq=False)
@@ -138,6 +146,7 @@ class EngineModel:
     Attributes:
         prompt_tokens, shared_tokens: what is drawn for arrivals: the range of prompt lengths,
             and how many of them the request has in common with its family.
+        options_ratio: share of arrivals with options of their own.
         skip_copies: mutant: the worker reports copies that it never made.
         urgent_late: mutant: urgent copies wait until the step has written.
     """
@@ -147,6 +156,7 @@ class EngineModel:
     block_size: int = 4
     prompt_tokens: tuple[int, int] = (1, 40)
     shared_tokens: tuple[int, ...] = (0, 0, 9, 24)
+    options_ratio: float = 0.3
     skip_copies: bool = False
     urgent_late: bool = False
     counts: Counts = field(default_factory=Counts)
@@ -178,8 +188,16 @@ class EngineModel:
 
     # -- scheduler -------------------------------------------------------------------------
 
-    def add_request(self, num_prompt: int, num_output: int, family: int, num_shared: int) -> None:
-        """A client sends a request whose first ``num_shared`` tokens belong to ``family``."""
+    def add_request(
+        self,
+        num_prompt: int,
+        num_output: int,
+        family: int,
+        num_shared: int,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """A client sends a request whose first ``num_shared`` tokens belong to ``family``, with
+        its own ``vtoken_*`` options."""
         if len(self.running) + len(self.waiting) >= MAX_REQUESTS:
             return
         self._next_id += 1
@@ -192,6 +210,7 @@ class EngineModel:
                 num_prompt=num_prompt,
                 max_tokens=num_prompt + num_output,
                 prefill_end=num_prompt,
+                options=RequestOptions.parse(options),
             )
         )
 
@@ -262,17 +281,21 @@ class EngineModel:
     def patch(self, changes: Mapping[str, Any]) -> None:
         """A live change of the configuration, which may be refused."""
         before, version = self.layer.config, self.layer.policy_version
-        attention = self.layer.evictor.policy.signals & ATTENTION_SIGNALS
+        attention = POLICIES[before.policy].signals & ATTENTION_SIGNALS
         try:
             self.layer.patch(changes)
         except ConfigError:
             assert self.layer.config is before
             assert self.layer.policy_version == version
         else:
-            new = self.layer.evictor.policy.signals & ATTENTION_SIGNALS
+            new = POLICIES[self.layer.config.policy].signals & ATTENTION_SIGNALS
             for naive in self.naive.requests.values():
+                has_own_policy = naive.options.policy_key is not None
+                if has_own_policy and naive.options.has_own_budget:
+                    continue
                 naive.next_due = self._first_due(naive.prefill_end)
-                if new - attention and len(naive.key) >= naive.prefill_end:
+                missing = new - attention and not has_own_policy
+                if missing and len(naive.key) >= naive.prefill_end:
                     interval = self.layer.config.evict_interval_tokens
                     naive.next_due = len(naive.key) + interval
             assert self.layer.policy_version == version + 1
@@ -421,9 +444,17 @@ class EngineModel:
         self.counts.cache_hits += num_cached
         self._publish(request, request.computed + self._num_new(request, chunk))
         due = self._first_due(request.prefill_end)
-        naive = NaiveRequest(self.block_size, request.prefill_end, due)
+        naive = NaiveRequest(
+            self.block_size,
+            request.prefill_end,
+            due,
+            options=request.options,
+            num_prompt=request.num_prompt,
+        )
         self.naive.requests[request.req_id] = naive
-        self.layer.admit(request.req_id, request.num_prompt, request.prefill_end, request.base)
+        self.layer.admit(
+            request.req_id, request.num_prompt, request.prefill_end, request.base, request.options
+        )
         self.check()
         return True
 
@@ -444,7 +475,8 @@ class EngineModel:
         if row is not None:
             assert row.tolist() == list(naive.slot.values())
             kept = kv.kept_columns
-            observes = bool(self.layer.evictor.policy.signals)
+            everybody = [NO_OPTIONS, *(other.options for other in self.naive.requests.values())]
+            observes = any(self._policy_of(options).signals for options in everybody)
             expected = naive.kept_columns() if observes else None
             assert (None if kept is None else kept.tolist()) == expected
         naive.dirty = naive.evicted_since_row = False
@@ -474,14 +506,13 @@ class EngineModel:
         rng = np.random.default_rng([request.base, after])
         token_ids = kv.table.live_ids()
         num_observed = int(rng.choice([0, len(token_ids) // 2, *[len(token_ids)] * 4]))
-        names = sorted(self.layer.evictor.policy.signals)
+        names = sorted(self._policy_of(request.options).signals)
         return make_signals(token_ids, names, rng, num_observed)
 
     def _reclaim_now(self, granted: Collection[str]) -> bool:
         """Relieve an allocation that failed; the layer may commit early or pack urgently."""
         free = self.pool.num_free_blocks()
         num_urgent = len(self.layer.reclamation._urgent)
-        may_evict_early = self._may_evict_early()
         self._early = []
         relieved = self.layer.reclaim_now(granted)
         evicted_early, self._early = self._early, None
@@ -497,15 +528,15 @@ class EngineModel:
             self.counts.early += 1
             self._commit(naive, plan)
             self._await_proof(naive, plan)
-        assert may_evict_early or not evicted_early
         for req_id, num_tokens, victims in evicted_early:
             naive = self.naive.requests[req_id]
+            assert self._may_evict_early(naive)
             assert num_tokens == len(naive.key) >= self._first_due(naive.prefill_end)
             self.counts.early_evictions += 1
-            naive.next_due = num_tokens + self.layer.config.evict_interval_tokens
             self._evict_naive(naive, num_tokens, victims)
+            naive.next_due = self._next_due(naive, num_tokens)
         if not relieved:
-            self._check_budgets(may_evict_early, granted)
+            self._check_budgets(granted)
         for plan in self.layer.reclamation._urgent[num_urgent:]:
             naive = self.naive.requests[plan.req_id]
             kv = self.layer.requests[plan.req_id]
@@ -577,7 +608,8 @@ class EngineModel:
         places = plan.source_indices.tolist()
         sources = [naive.blocks[place] for place in places]
         assert not naive.sources, "a second plan for one request"
-        assert len(places) <= self.layer.config.max_source_blocks
+        capped = self.layer.config.max_blocks_per_request is not None
+        assert capped or len(places) <= self.layer.config.max_source_blocks
         assert len(plan.dst_blocks) < len(places), "the plan frees nothing"
         assert max(places) < before // self.block_size, "the tail block moves"
         assert 0 not in sources
@@ -616,19 +648,55 @@ class EngineModel:
             self._forget(next(r for r in self.running if r.req_id == req_id))
 
     def _evict(self, request: Request, naive: NaiveRequest, signals: RequestSignals | None) -> None:
-        expected = self._expected_eviction(request, naive, signals)
+        due = naive.next_due
+        num_victims, candidates, is_through = self._expected_eviction(request, naive, signals)
         self._victims = None
+        num_urgent = len(self.layer.reclamation._urgent)
         self.layer.evict_if_due(self.layer.requests[request.req_id], request.done, signals)
         victims = self._victims or []
-        num_victims, candidates = expected
         assert len(victims) == num_victims
         assert set(victims) <= set(candidates)
-        if self.layer.config.policy == "streaming_llm":
+        if self._policy_of(naive.options).name == "streaming_llm":
             assert victims == candidates[:num_victims]
         if victims:
             self.counts.late_evictions += bool(naive.sources)
+            self._count_options(naive.options)
             self._evict_naive(naive, request.done, victims)
+        self.counts.opted_out += due <= request.done and not naive.options.evict
+        if is_through:
+            naive.next_due = self._next_due(naive, request.done)
+        self._follow_packing(request, naive, num_urgent, is_through)
         self.check()
+
+    def _count_options(self, options: RequestOptions) -> None:
+        self.counts.own_policy += options.policy_key is not None
+        self.counts.own_budget += options.has_own_budget
+        self.counts.own_spans += bool(options.protect)
+
+    def _follow_packing(
+        self, request: Request, naive: NaiveRequest, num_urgent: int, is_through: bool
+    ) -> None:
+        """Under a cap of blocks what is left is packed at once, and as tightly as it can be."""
+        plans = self.layer.reclamation._urgent[num_urgent:]
+        packs = self.layer.config.max_blocks_per_request is not None and self.layer.config.relocates
+        assert not plans or (packs and is_through)
+        kv = self.layer.requests[request.req_id]
+        for plan in plans:
+            assert plan.req_id == request.req_id
+            # Its sources may be destinations of the next plan already.
+            sources = [naive.blocks[place] for place in plan.source_indices.tolist()]
+            taken = Counter({block: self.pool.ref[block] for block in sources})
+            self._check_plan(plan, kv, naive, request.done, taken)
+            self.counts.packed += 1
+            self._commit(naive, plan)
+            self._await_proof(naive, plan)
+        if packs and is_through and not naive.sources:
+            live = naive.live_per_block()
+            closed = naive.blocks[: request.done // self.block_size]
+            private = [b for b in closed if b and self.pool.ref[b] == 1]
+            loose = [live[b] for b in private if live[b] < self.block_size]
+            needed = -(-sum(loose) // self.block_size)
+            assert len(loose) <= needed or self.pool.num_free_blocks() < needed
 
     def _evict_naive(self, naive: NaiveRequest, num_tokens: int, victims: list[int]) -> None:
         self.counts.evicted += len(victims)
@@ -638,47 +706,85 @@ class EngineModel:
     def _first_due(self, prefill_end: int) -> int:
         return 0 if self.layer.config.evict_during_prefill else prefill_end
 
+    def _policy_of(self, options: RequestOptions) -> type[EvictionPolicy]:
+        """The class; the model reads declarations only, never a choice."""
+        key = options.policy_key
+        return POLICIES[self.layer.config.policy if key is None else key[0]]
+
+    def _target(self, naive: NaiveRequest, num_tokens: int) -> int:
+        """Live tokens that the request may keep."""
+        config, options = self.layer.config, naive.options
+        ratio, budget = options.keep_ratio, options.budget_tokens
+        if ratio is None and budget is None:
+            ratio, budget = config.keep_ratio, config.budget_tokens
+        target = budget if ratio is None else max(1, -int(-num_tokens * ratio // 1))
+        assert target is not None
+        if config.max_blocks_per_request is not None:
+            target = min(target, (config.max_blocks_per_request - 1) * self.block_size)
+        return target
+
+    def _next_due(self, naive: NaiveRequest, num_tokens: int) -> int:
+        """An interval later, or when the blocks of the cap will be full."""
+        config, size = self.layer.config, self.block_size
+        if config.max_blocks_per_request is None:
+            return num_tokens + config.evict_interval_tokens
+        due = num_tokens - num_tokens % size
+        filled = -(-sum(token < due for token in naive.slot) // size)
+        while True:
+            due, filled = due + size, filled + 1
+            if filled >= config.max_blocks_per_request:
+                return due
+
+    def _evictable(self, naive: NaiveRequest, num_tokens: int) -> list[int]:
+        """Live tokens that nothing protects: sinks, recent ones, spans of the prompt."""
+        config, prompt = self.layer.config, naive.num_prompt
+        spans = naive.options.protect
+        return [
+            token
+            for token in naive.slot
+            if config.sink_tokens <= token < num_tokens - config.recent_tokens
+            and not any(start <= token < min(end, prompt) for start, end in spans)
+        ]
+
     def _is_tight(self) -> bool:
         ratio = self.layer.config.evict_free_ratio
         return ratio == 1 or self.pool.num_free_blocks() <= ratio * self.num_blocks
 
-    def _check_budgets(self, may_evict_early: bool, granted: Collection[str]) -> None:
+    def _check_budgets(self, granted: Collection[str]) -> None:
         """No block became free: then nobody has a token left that might go early."""
-        config = self.layer.config
-        for req_id, naive in self.naive.requests.items() if may_evict_early else ():
+        for req_id, naive in self.naive.requests.items():
+            if not self._may_evict_early(naive):
+                continue
             num_tokens = len(naive.key)
             if req_id in granted and len(naive.slot) == num_tokens:
                 continue  # its blocks of this step are in the prefix cache already
             if num_tokens >= self._first_due(naive.prefill_end):
-                end = num_tokens - config.recent_tokens
-                candidates = [token for token in naive.slot if config.sink_tokens <= token < end]
-                assert not candidates or len(naive.slot) <= config.target_live_tokens(num_tokens)
+                candidates = self._evictable(naive, num_tokens)
+                assert not candidates or len(naive.slot) <= self._target(naive, num_tokens)
 
-    def _may_evict_early(self) -> bool:
-        policy = POLICIES[self.layer.config.policy]
+    def _may_evict_early(self, naive: NaiveRequest) -> bool:
+        policy = self._policy_of(naive.options)
         return self.layer.config.evict_free_ratio < 1 and policy.evicts and not policy.signals
 
     def _expected_eviction(
         self, request: Request, naive: NaiveRequest, signals: RequestSignals | None
-    ) -> tuple[int, list[int]]:
-        """How many tokens must die now, and which may."""
-        policy = POLICIES[self.layer.config.policy]
+    ) -> tuple[int, list[int], bool]:
+        """How many tokens must die now, which may, and whether the request is through then."""
+        policy = self._policy_of(naive.options)
         config = self.layer.config
         if request.done < naive.next_due:
-            return 0, []
+            return 0, [], False
         if not self._is_tight():
             self.counts.held += 1
-            return 0, []
-        over = len(naive.slot) > config.target_live_tokens(request.done)
+            return 0, [], False
+        over = len(naive.slot) > self._target(naive, request.done)
         if policy.signals and signals is None and config.evict_free_ratio < 1 and over:
-            return 0, []  # nobody asked for signals: it stays due
-        naive.next_due = request.done + config.evict_interval_tokens
+            return 0, [], False  # nobody asked for signals: it stays due
         live = [token for token in naive.slot if token < request.done]
-        end = request.done - config.recent_tokens
-        candidates = [token for token in live if config.sink_tokens <= token < end]
-        excess = len(live) - config.target_live_tokens(request.done)
+        candidates = self._evictable(naive, request.done)
+        excess = len(live) - self._target(naive, request.done)
         if not policy.evicts or excess <= 0:
-            return 0, candidates
+            return 0, candidates, True
         if policy.signals:
             if signals is None:
                 observed: set[int] = set()
@@ -692,14 +798,15 @@ class EngineModel:
                 or (attention and not observed & set(live))
             ):
                 self.counts.postponed += 1
-                return 0, candidates
+                naive.next_due = request.done + config.evict_interval_tokens
+                return 0, candidates, False
             blind = naive.prefill_end if not policy.signals & DECODE_SIGNALS else len(naive.key)
             candidates = [token for token in candidates if token in observed or token >= blind]
         if policy.whole_pages:
             excess -= excess % self.block_size
             full = Counter(token // self.block_size for token in candidates)
             candidates = [t for t in candidates if full[t // self.block_size] == self.block_size]
-        return max(0, min(excess, len(candidates))), candidates
+        return max(0, min(excess, len(candidates))), candidates, True
 
     def _on_eviction(self, kv: RequestKV, num_tokens: int, victims: np.ndarray) -> None:
         if self._early is not None:
@@ -736,6 +843,7 @@ PATCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("low_watermark_ratio", (0.2, 1.0, 1.0, 1.0)),
     ("max_source_blocks", (2, 3, 8)),
     ("relocate_shared", (True, True, True, False)),
+    ("max_blocks_per_request", (None, None, None, 3, 6)),
     ("check_interval_steps", (1, 1, 3)),
     ("evict_interval_tokens", (1, 2, 7)),
     ("evict_during_prefill", (False, True)),
@@ -800,6 +908,7 @@ def _add_random_request(model: EngineModel, rng: random.Random) -> None:
         num_output=rng.randint(1, 40),
         family=rng.randint(1, 2),
         num_shared=rng.choice(model.shared_tokens),
+        options=rng.choice(OPTIONS) if rng.random() < model.options_ratio else None,
     )
 
 
@@ -808,8 +917,26 @@ def _random_patch(rng: random.Random) -> tuple[str, Any]:
     return name, rng.choice(values)
 
 
-RARE = ("urgent", "early", "early_evictions", "lost", "postponed", "shared")
-"""What needs a pool that runs dry, a patch to a policy with signals, or holders in step."""
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"vtoken_policy": "random"},
+    {"vtoken_policy": "h2o", "vtoken_budget_tokens": 10},
+    {"vtoken_policy": "snapkv", "vtoken_keep_ratio": 0.5},
+    {"vtoken_policy": "knorm", "vtoken_protect": "3:9"},
+    {"vtoken_policy": "paged_eviction"},
+    {"vtoken_policy": "none"},
+    {"vtoken_budget_tokens": 14},
+    {"vtoken_keep_ratio": 0.3, "vtoken_protect": ["0:5", "12:15"]},
+    {"vtoken_protect": "2:40"},
+    {"vtoken_evict": False},
+)
+"""What a client may ask for itself."""
+
+RARE = (
+    *("urgent", "early", "early_evictions", "lost", "postponed", "shared", "packed", "opted_out"),
+    "mid_prefill",
+)
+"""What needs a pool that runs dry, a patch to a policy with signals or to a cap, a request of a
+rare kind, or holders in step."""
 
 
 def assert_busy(counts: Counts, may_be_idle: tuple[str, ...] = ()) -> None:

@@ -92,6 +92,7 @@ def test_holders_of_shared_blocks_let_go_together(
         block_size,
         prompt_tokens=(5 * block_size, 7 * block_size),
         shared_tokens=(0, 4 * block_size, 5 * block_size),
+        options_ratio=0,
     )
     drive_sharing(model, random.Random(7), 5000)
     assert model.counts.shared >= 5

@@ -44,6 +44,7 @@ LIVE_FIELDS: frozenset[str] = frozenset(
         "low_watermark_ratio",
         "max_source_blocks",
         "relocate_shared",
+        "max_blocks_per_request",
         "check_interval_steps",
         "score_interval_steps",
         "score_window_tokens",
@@ -99,6 +100,9 @@ class VTokenConfig:
     """B: most source blocks that one request's plan may empty."""
     relocate_shared: bool = False
     """Also copy live tokens out of shared blocks when all their holders can let go at once."""
+    max_blocks_per_request: int | None = None
+    """Evict when a request has filled this many blocks and pack it at once, instead of by
+    ``evict_interval_tokens``, F and watermark; see ``docs/policies.md``. None: no cap."""
     check_interval_steps: int = 1
     """Engine steps between two looks for relocation work."""
     score_layers: tuple[int, ...] | None = None
@@ -136,6 +140,8 @@ class VTokenConfig:
         _check_ratio("low_watermark_ratio", self.low_watermark_ratio)
         _check_int("headroom_blocks", self.headroom_blocks, 0, 1_000_000)
         _check_int("max_source_blocks", self.max_source_blocks, 2, 65_536)
+        if self.max_blocks_per_request is not None:
+            _check_int("max_blocks_per_request", self.max_blocks_per_request, 2, 1_000_000)
         _check_int("check_interval_steps", self.check_interval_steps, 1, 1_000_000)
         _check_int("score_interval_steps", self.score_interval_steps, 1, 1_000_000)
         _check_int("score_window_tokens", self.score_window_tokens, 1, 1024)

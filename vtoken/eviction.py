@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vtoken.block_cap import capped_target, full_at
 from vtoken.config import VTokenConfig
 from vtoken.documents import Document, Documents
 from vtoken.observation import ATTENTION_SIGNALS, DECODE_SIGNALS, RequestSignals
@@ -79,7 +80,7 @@ class Evictor:
 
     def target_of(self, kv: RequestKV, num_tokens: int) -> int:
         """Live tokens that the request may keep, by its own budget or the service's."""
-        return kv.options.target_live_tokens(self.document_of(kv).config, num_tokens)
+        return target_live_tokens(kv, self.document_of(kv).config, num_tokens)
 
     def may_evict(self, config: VTokenConfig) -> bool:
         """Whether the pool is as full as ``evict_free_ratio`` asks for; pure."""
@@ -103,7 +104,7 @@ class Evictor:
 
     def evict_if_due(
         self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
-    ) -> None:
+    ) -> bool:
         """Bring the request down to its budget if an eviction is due.
 
         Args:
@@ -111,22 +112,28 @@ class Evictor:
             num_computed: tokens whose K/V exists; later ones cannot be victims.
             signals: what was observed; a policy that needs more than it gets evicts nothing,
                 and the eviction is postponed.
+
+        Returns:
+            Whether it was due and is through, with or without victims.
         """
         config = self.document_of(kv).config
         if num_computed < kv.next_evict_at or not self.may_evict(config):
-            return
+            return False
         may_be_unasked = signals is None and config.evict_free_ratio < 1
         if may_be_unasked and self.wants_signals(kv, num_computed):
             # The pool was ample when the step was scheduled, so nobody asked for signals. The
             # request stays due and the next step asks.
-            return
-        kv.next_evict_at = num_computed + config.evict_interval_tokens
-        if not self.policy_of(kv).evicts:
-            return
-        live_ids = kv.table.live_ids(before=num_computed)
-        victims = self._select(kv, num_computed, live_ids, signals)
-        if len(victims):
-            self._evict(kv, num_computed, live_ids, victims)
+            return False
+        if self.policy_of(kv).evicts:
+            live_ids = kv.table.live_ids(before=num_computed)
+            victims = self._select(kv, num_computed, live_ids, signals)
+            if victims is None:
+                self.postpone(kv, num_computed)
+                return False
+            if len(victims):
+                self._evict(kv, num_computed, live_ids, victims)
+        kv.next_evict_at = _next_due(kv, config, num_computed)
+        return True
 
     def evict_early(self, kv: RequestKV) -> None:
         """Bring a request down to its budget before it is due, rather than preempt somebody.
@@ -141,21 +148,21 @@ class Evictor:
             return
         live_ids = kv.table.live_ids()
         victims = self._select(kv, kv.num_tokens, live_ids, None)
-        if len(victims):
-            kv.next_evict_at = kv.num_tokens + config.evict_interval_tokens
+        if victims is not None and len(victims):
             self._evict(kv, kv.num_tokens, live_ids, victims)
+            kv.next_evict_at = _next_due(kv, config, kv.num_tokens)
 
     def _select(
         self, kv: RequestKV, num_computed: int, live_ids: IdArray, signals: RequestSignals | None
-    ) -> IdArray:
+    ) -> IdArray | None:
+        """Victims, maybe none; None if the policy lacks observations to choose by."""
         document = self.document_of(kv)
         policy = self.policy_of(kv, document)
         if len(live_ids) <= self.target_of(kv, num_computed):
             return live_ids[:0]
         seen = _usable(policy.signals, signals, live_ids)
         if seen is None:
-            self.postpone(kv, num_computed)
-            return live_ids[:0]
+            return None
         kv.window_missed = False
         choice = what_may_go(kv, policy, document.config, num_computed, seen)
         if choice.num_victims <= 0:
@@ -207,6 +214,23 @@ def first_eviction_at(config: VTokenConfig, prefill_end: int) -> int:
     return 0 if config.evict_during_prefill else prefill_end
 
 
+def target_live_tokens(kv: RequestKV, config: VTokenConfig, num_tokens: int) -> int:
+    """Live tokens that the request may keep, by its own budget or that of ``config``, below the
+    cap of blocks if there is one; pure."""
+    target = kv.options.target_live_tokens(config, num_tokens)
+    cap = config.max_blocks_per_request
+    return target if cap is None else capped_target(target, cap, kv.block_size)
+
+
+def _next_due(kv: RequestKV, config: VTokenConfig, num_computed: int) -> int:
+    """After one interval, or, under a cap, when the request will have filled its blocks."""
+    cap = config.max_blocks_per_request
+    if cap is None:
+        return num_computed + config.evict_interval_tokens
+    closed = kv.table.live_ids(before=num_computed - num_computed % kv.block_size)
+    return full_at(num_computed, len(closed), cap, kv.block_size)
+
+
 def what_may_go(
     kv: RequestKV,
     policy: EvictionPolicy,
@@ -224,14 +248,14 @@ def what_may_go(
         seen: its live tokens below ``num_computed``, with the signals of ``policy``.
     """
     live_ids = seen.token_ids
-    excess = len(live_ids) - kv.options.target_live_tokens(config, num_computed)
+    excess = len(live_ids) - target_live_tokens(kv, config, num_computed)
     view = LiveView(
         live_ids,
         num_computed,
         kv.num_prompt_tokens,
         kv.request_seed,
         seen.values,
-        kv.table.block_size,
+        kv.block_size,
     )
     protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
     protect_spans(view, kv.options.protect, protected)

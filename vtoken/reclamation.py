@@ -167,7 +167,7 @@ class ReclamationManager:
             if kv.plan is not None:
                 self._stats.inc("reclaim_skipped_total", 1, "in_flight")
                 continue
-            choice = self._choose(kv, num_computed)
+            choice = self._choose(kv, num_computed, self._config.max_source_blocks)
             if isinstance(choice, Rejection):
                 self._stats.inc("reclaim_skipped_total", 1, choice.reason)
                 continue
@@ -220,26 +220,27 @@ class ReclamationManager:
         held = ids[where]
         return Holding(where, held, num_live[where], self._pool.references(held))
 
-    def _choose(self, kv: RequestKV, num_computed: int) -> SourceChoice | Rejection:
-        size = kv.table.block_size
-        eligible = self._eligible(kv.blocks, num_computed // size, size)
-        snapshot = BlockSnapshot(kv.blocks.num_live, eligible, size)
-        return choose_sources(
-            snapshot, self._config.max_source_blocks, self._pool.num_free_blocks()
-        )
+    def _choose(
+        self, kv: RequestKV, num_computed: int, max_sources: int
+    ) -> SourceChoice | Rejection:
+        num_closed = num_computed // kv.block_size
+        eligible = self._eligible(kv.blocks, num_closed, max_sources)
+        snapshot = BlockSnapshot(kv.blocks.num_live, eligible, kv.block_size)
+        return choose_sources(snapshot, max_sources, self._pool.num_free_blocks())
 
-    def _eligible(self, blocks: RequestBlocks, num_closed: int, block_size: int) -> BoolArray:
+    def _eligible(self, blocks: RequestBlocks, num_closed: int, max_sources: int) -> BoolArray:
         """Blocks that may move: held, closed, private; ``[num_blocks]``.
 
-        A plan takes the emptiest B of them, so only these are looked for, the emptiest first:
-        the pool is asked about some B blocks instead of all. Moving a full block gains nothing.
+        A plan takes the emptiest of them, so only these are looked for, the emptiest first: the
+        pool is asked about some ``max_sources`` blocks instead of all. Moving a full block gains
+        nothing.
         """
-        ids, num_live = blocks.ids, blocks.num_live
-        open_places = (ids[:num_closed] != GIVEN_BACK) & (num_live[:num_closed] < block_size)
+        ids, num_live, size = blocks.ids, blocks.num_live, self._occupancy.block_size
+        open_places = (ids[:num_closed] != GIVEN_BACK) & (num_live[:num_closed] < size)
         places = open_places.nonzero()[0]
         places = places[np.argsort(num_live[places], kind="stable")]
         eligible = np.zeros(len(ids), np.bool_)
-        left = self._config.max_source_blocks
+        left = max_sources
         while left and len(places):
             some, places = places[:left], places[left:]
             private = some[~self._pool.shared(ids[some])]
@@ -271,17 +272,40 @@ class ReclamationManager:
             copy it before the next forward: see :meth:`take_urgent`.
         """
         for kv, num_computed in _by_waste(requests):
-            choice = self._choose(kv, num_computed) if kv.plan is None else None
-            if isinstance(choice, SourceChoice):
-                plan = self._reserve(kv, choice)
-                self._stamp([plan])
-                kv.plan = None
-                self._commit(kv, plan)
-                self._urgent.append(plan)
-                self._unproven[plan.ticket] = [kv]
+            plan = self._pack(kv, num_computed, self._config.max_source_blocks)
+            if isinstance(plan, RelocationPlan):
                 self._stats.inc("urgent_relocations_total")
                 return plan
         return None
+
+    def compact(self, kv: RequestKV, num_computed: int) -> None:
+        """Pack one request at once, as tightly as its private closed blocks allow.
+
+        Several plans, if free blocks are short: the sources of the first are room for the next,
+        since the worker copies them in order. ``max_source_blocks`` does not count here.
+        """
+        all_places = kv.num_places
+        while isinstance(plan := self._pack(kv, num_computed, all_places), RelocationPlan):
+            pass
+        if plan.reason != "no_gain":
+            self._stats.inc("reclaim_skipped_total", 1, plan.reason)
+
+    def _pack(
+        self, kv: RequestKV, num_computed: int, max_sources: int
+    ) -> RelocationPlan | Rejection:
+        """Commit a plan before its copy; the worker makes it before the next forward."""
+        if kv.plan is not None:
+            return Rejection("in_flight")
+        choice = self._choose(kv, num_computed, max_sources)
+        if isinstance(choice, Rejection):
+            return choice
+        plan = self._reserve(kv, choice)
+        self._stamp([plan])
+        kv.plan = None
+        self._commit(kv, plan)
+        self._urgent.append(plan)
+        self._unproven[plan.ticket] = [kv]
+        return plan
 
     def take_urgent(self) -> list[RelocationPlan]:
         """Urgent plans since the last call, in the order in which they must be copied."""

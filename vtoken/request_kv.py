@@ -111,6 +111,11 @@ class RequestKV:
         return self._blocks.length
 
     @property
+    def block_size(self) -> int:
+        """Slots per block (S)."""
+        return self._table.block_size
+
+    @property
     def ideal_blocks(self) -> int:
         """⌈live / S⌉: blocks it would hold if live tokens were packed."""
         return -(-self.num_live // self._table.block_size)

@@ -74,7 +74,7 @@ class TokenLayer:
         self._pool = pool
         self._observation: ObservationSpec | None = None
         self._observe_what_is_needed()
-        self._check_headroom(config)
+        self._check_pool(config)
 
     @property
     def config(self) -> VTokenConfig:
@@ -218,6 +218,10 @@ class TokenLayer:
     def plan_relocations(self, computed: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
         """Reserve relocations for this step; see :meth:`ReclamationManager.plan_step`."""
         computed = list(computed)
+        documents = self.evictor.documents.in_use()
+        if any(d.config.max_blocks_per_request is not None for d in documents):
+            # Capped requests are packed when they are cut, and at no other time.
+            computed = [item for item in computed if not self._is_capped(item[0])]
         plans = self.reclamation.plan_step(computed)
         if plans and self.verifies(plans[0].ticket):
             done = {kv.req_id: num_computed for kv, num_computed in computed}
@@ -283,8 +287,16 @@ class TokenLayer:
     def evict_if_due(
         self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
     ) -> None:
-        """Evict down to the budget if the request is due; see :meth:`Evictor.evict_if_due`."""
-        self.evictor.evict_if_due(kv, num_computed, signals)
+        """Evict down to the budget if the request is due; see :meth:`Evictor.evict_if_due`.
+
+        Under ``max_blocks_per_request`` what is left of it is packed at once.
+        """
+        dealt_with = self.evictor.evict_if_due(kv, num_computed, signals)
+        if dealt_with and self.config.relocates and self._is_capped(kv):
+            self.reclamation.compact(kv, num_computed)
+
+    def _is_capped(self, kv: RequestKV) -> bool:
+        return self.evictor.document_of(kv).config.max_blocks_per_request is not None
 
     # -- verification ----------------------------------------------------------------------
 
@@ -393,7 +405,7 @@ class TokenLayer:
         Raises:
             ConfigError: the policy is unknown, or the pool is too small for the headroom.
         """
-        self._check_headroom(config)
+        self._check_pool(config)
         return self.evictor.documents.make(config)
 
     def preview(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> dict[str, Any]:
@@ -455,11 +467,19 @@ class TokenLayer:
         version = self.evictor.document_of(kv).version
         self.receipts.add(kv, self.evictor.policy_of(kv).name, version)
 
-    def _check_headroom(self, config: VTokenConfig) -> None:
-        total = self._pool.num_total_blocks
+    def _check_pool(self, config: VTokenConfig) -> None:
+        """Refuse what this pool cannot hold."""
+        total, size = self._pool.num_total_blocks, self._pool.block_size
         if config.headroom_blocks >= total:
             bound = f"headroom_blocks < {total}, the blocks of the pool"
             raise ConfigError("headroom_blocks", config.headroom_blocks, bound)
+        cap, always_kept = config.max_blocks_per_request, config.sink_tokens + config.recent_tokens
+        if cap is not None and (cap - 1) * size <= always_kept:
+            bound = (
+                f"(max_blocks_per_request - 1) * {size} > sink_tokens + recent_tokens "
+                f"= {always_kept}"
+            )
+            raise ConfigError("max_blocks_per_request", cap, bound)
 
     @property
     def headroom_blocks(self) -> int:

@@ -19,6 +19,8 @@ BUDGET, SINKS, RECENT, INTERVAL, BLOCK = 96, 4, 16, 16, 16
 PROMPT_LENGTHS = (70, 150, 333, 411, 150)
 """One below the budget, two equal ones of different texts, none a multiple of the block."""
 SWITCH_STEPS = 3
+CAP = 8
+CAPPED = ("random", "h2o", "paged_eviction")
 
 
 def every_pair(names: list[str]) -> list[str]:
@@ -37,7 +39,8 @@ SWITCHES = every_pair(sorted(POLICIES))
 
 
 def make_spec(mode: str) -> dict[str, Any]:
-    """All policies one after the other, one of them again, then a switch every few steps."""
+    """All policies one after the other, one of them again, then a switch every few steps, at
+    last a cap of blocks per request."""
     workloads = [
         make_workload(policy, 60, prompts=make_prompts(PROMPT_LENGTHS), logprobs=2)
         for policy in EVICTING
@@ -52,6 +55,11 @@ def make_spec(mode: str) -> dict[str, Any]:
         "max_tokens": len(SWITCHES) * SWITCH_STEPS,
         "logprobs": 2,
     }
+    own = {"evict_interval_tokens": 1, "score_interval_steps": 8, "max_blocks_per_request": CAP}
+    capped = [
+        {**workloads[0], "name": f"capped {policy}", "patch": {"policy": policy, **own}}
+        for policy in CAPPED
+    ]
     return {
         "model": str(ensure_tiny_model()),
         "vtoken": {
@@ -66,7 +74,7 @@ def make_spec(mode: str) -> dict[str, Any]:
             "verify": "full",
         },
         "engine": {"dtype": "bfloat16", "skip_tokenizer_init": True},
-        "workloads": [*workloads, again, switching],
+        "workloads": [*workloads, again, switching, *capped],
     }
 
 
@@ -110,6 +118,25 @@ def test_sinks_and_recent_tokens_survive(run_arm: RunArm, policy: str) -> None:
     for _, num_tokens, ids in run(run_arm, "lazy", policy)["evictions"]:
         assert min(ids) >= SINKS
         assert max(ids) < num_tokens - RECENT
+
+
+@pytest.mark.parametrize("policy", CAPPED)
+def test_capped_requests_are_packed_at_once(run_arm: RunArm, policy: str) -> None:
+    """Nobody holds more blocks after any step; bits and decisions are those of naive."""
+    naive, lazy = (run(run_arm, mode, f"capped {policy}") for mode in ("naive", "lazy"))
+    for what in ("evictions", "tokens", "logprobs"):
+        assert naive[what] == lazy[what]
+    assert max(step[2] for step in lazy["trace"]) <= CAP * len(PROMPT_LENGTHS)
+    packed = lazy["counters"]["relocations_total/committed"]
+    assert packed == 0 if POLICIES[policy].whole_pages else packed > 0
+    assert lazy["counters"]["urgent_relocations_total"] == 0
+    for req_id, prompt in zip(lazy["ids"], lazy["prompts"], strict=True):
+        lengths = [n for name, n, _ in lazy["evictions"] if name == req_id]
+        later = lengths[1:] if lengths[0] == len(prompt) else lengths
+        assert later
+        assert all(n % BLOCK == 0 for n in later)
+    assert lazy["counters"]["invariant_checks_total/I1"] >= packed
+    assert not lazy["counters"]["invariant_violations_total/I1"]
 
 
 def test_policies_choose_differently(run_arm: RunArm) -> None:
