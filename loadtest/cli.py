@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging
+import signal
 import sys
 import tempfile
 import time
@@ -49,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the scenarios; 0 if all were measured, 1 if one failed."""
+    """Run the scenarios; 0 if all were measured, 1 if one failed, 143 if ended by SIGTERM."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.repeats < 0:
@@ -61,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     names = list(scenarios.NAMES) if "all" in arguments.scenario else arguments.scenario
-    return asyncio.run(_run_all(names, arguments))
+    try:
+        return asyncio.run(_run_all(names, arguments))
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
@@ -84,6 +88,7 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
     size = "quick" if arguments.quick else "smoke" if arguments.smoke else "full"
     key = arguments.admin_key_file.read_text().strip() if arguments.admin_key_file else ""
     exit_code = 0
+    _end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="loadtest-") as logs:
         fleet = Fleet(
             Path(logs),
@@ -101,6 +106,13 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
                     exit_code = 1
                 await fleet.release()
     return exit_code
+
+
+def _end_on_sigterm() -> None:
+    """Cancel this task on SIGTERM, so that services are ended on the way out, as on Ctrl-C."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 
 import pytest
 
@@ -68,6 +71,22 @@ def test_failing_scenario_does_not_stop_the_others(tmp_path, monkeypatch):
     assert cli.main(["waste", "sla", "--out", str(tmp_path)]) == 1
     assert asked == ["waste", "sla"]
     assert cli.main(["sla", "--out", str(tmp_path)]) == 0
+
+
+def test_sigterm_ends_the_services(tmp_path, monkeypatch):
+    """The fleet is left as after an error; the exit code tells the signal."""
+    left = []
+
+    async def run_one(bench, name, out):
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            left.append(name)
+
+    monkeypatch.setattr(cli, "run_one", run_one)
+    assert cli.main(["waste", "sla", "--out", str(tmp_path)]) == 143
+    assert left == ["waste"]
 
 
 def test_all_means_every_scenario(tmp_path, monkeypatch):
