@@ -32,6 +32,7 @@ class PagedPool:
     """All layers' caches, addressed by slot; what copy engine and verification ask for.
 
     Attributes:
+        layers: in the order of the model.
         num_slots: slots that every layer has.
         bytes_per_token: over all layers.
         device: of the caches.
@@ -40,7 +41,7 @@ class PagedPool:
     def __init__(self, layers: Sequence[PagedKV], mover: Mover = move_by_index) -> None:
         assert layers, "a KV pool needs at least one layer"
         self._families = families(layers)
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._mover = mover
         self.num_slots = min(layer.num_slots for layer in layers)
         self.bytes_per_token = sum(layer.bytes_per_token for layer in layers)
@@ -67,7 +68,7 @@ class PagedPool:
         """
         slots = slots.to(self.device)
         hasher = hashlib.blake2b(digest_size=16)
-        for layer in self._layers:
+        for layer in self.layers:
             step = max(1, _STAGING_BYTES // layer.bytes_per_token)
             for part in slots.split(step):
                 hasher.update(layer.gather(part).cpu().view(torch.uint8).numpy().data)

@@ -21,6 +21,7 @@ SCRIPTS = [
     "scripts/bench_step_time",
     "scripts/check",
     "scripts/evaluate",
+    "scripts/gpu_check",
     "scripts/loadtest",
     "scripts/serve",
     "scripts/soak",

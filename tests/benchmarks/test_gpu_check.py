@@ -1,0 +1,269 @@
+"""The GPU check without a GPU: its report, its refusal, and its checks over torch's own code.
+
+Its kernels are tested under ``tests/gpu_interp``.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import __main__ as program
+from benchmarks.gpu_check import engine_tests
+from benchmarks.gpu_check.attention import (
+    check_attention,
+    installed_kernels,
+    make_decode,
+    reference,
+)
+from benchmarks.gpu_check.copies import (
+    check_bytes,
+    check_order,
+    make_layers,
+    make_moves,
+    measure_bandwidth,
+    measure_stall,
+)
+from benchmarks.gpu_check.machine import SMALL, Machine
+from benchmarks.gpu_check.report import Row, document, failed, table, wrong
+from benchmarks.gpu_check.scores import check_scores
+from benchmarks.gpu_check.tables import check_tables
+from vtoken.copy_engine.cuda import CudaCopyEngine
+from vtoken.gpu_scores.mass import mass_by_index
+from vtoken.kv_pages import PagedKV
+from vtoken.paged_pool import PagedPool, move_by_index
+
+ROOT = Path(__file__).parents[2]
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+fakes = _load(ROOT / "tests" / "copy_engine" / "fake_streams.py")
+
+
+def seconds(work):
+    """Host time of a call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+@pytest.fixture
+def machine():
+    """The CPU, small sizes."""
+    return Machine(torch.device("cpu"), SMALL, seconds)
+
+
+def make_pool(mover=move_by_index):
+    """Two layers of one-token pages."""
+    caches = make_layers(SMALL, "LBNHC", torch.bfloat16, torch.device("cpu"), page=1)
+    return PagedPool([PagedKV.from_cache(cache) for cache in caches], mover)
+
+
+def forget(family, src, dst):
+    """A mover that copies nothing."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run scripts/gpu_check")
+def test_without_cuda_it_says_so_in_one_sentence():
+    """Exit status 2, nothing on standard output."""
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu_check"],
+        env={"VTOKEN_PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("gpu_check needs a CUDA device: ")
+    assert line.endswith(".")
+
+
+def test_exit_status_and_json_follow_the_proofs(monkeypatch, tmp_path, capsys):
+    """A failed proof is 1; a missed goal is not."""
+    rows = [Row("copies", "kernel", 0.5, goal="goal ≥ 0.8"), Row("scores", "error", 0.0, ok=True)]
+    monkeypatch.setattr(program, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(program, "run_all", lambda no_engine, deadline: iter(rows))
+    out = tmp_path / "deep" / "gpu.json"
+    assert program.main(["--out", str(out)]) == 0
+    assert json.loads(out.read_text())["rows"][0]["goal"] == "goal ≥ 0.8"
+    assert "goal ≥ 0.8" in capsys.readouterr().out
+    rows.append(Row("tables", "rows", 3, ok=False))
+    assert program.main([]) == 1
+
+
+def test_table_aligns_and_names_wrong_rows():
+    """Numbers get four digits, a reason stands at the end of its line."""
+    rows = [Row("a", "long name", 0.123456, "µs"), Row("bcd", "x", "word", ok=False, note="why")]
+    first, second = table(rows).splitlines()
+    assert first == "a    long name  0.1235  µs"
+    assert second == "bcd  x          word        WRONG  why"
+    assert wrong(rows) == document(rows)["wrong"] == 1
+
+
+def test_a_check_that_raises_is_a_failed_row(machine):
+    """The others go on."""
+
+    def check(machine):
+        yield Row("copies", "first", 1)
+        raise RuntimeError("out of memory\nand more")
+
+    first, second = program.guarded("copies", check, machine)
+    assert first.value == 1
+    assert (second.ok, second.note) == (False, "RuntimeError: out of memory")
+    assert failed("a", "b", ValueError("c")).note == "ValueError: c"
+
+
+def test_moves_are_disjoint_and_inside_the_pool():
+    """Scattered sources, packed destinations."""
+    src, dst = make_moves(384, 100)
+    assert len(set(src.tolist()) | set(dst.tolist())) == 200
+    assert int(max(src.max(), dst.max())) < 384
+
+
+def test_bytes_check_tells_a_mover_that_forgets(machine):
+    """Right movers pass, a mutant is named with layout and dtype."""
+    (row,) = check_bytes(machine, move_by_index)
+    assert (row.ok, row.value) == (True, 0)
+    (row,) = check_bytes(machine, forget)
+    assert row.ok is False
+    assert "LBNHC torch.bfloat16 page 1" in row.note
+
+
+def test_order_check_tells_copies_that_come_late(machine):
+    """An engine that copies nothing reads as one that copied too late."""
+    pool = make_pool()
+    (row,) = check_order(machine, CudaCopyEngine(pool, fakes.FakeStreams()), pool, 3)
+    assert (row.value, row.ok) == ("held", True)
+    lazy = make_pool(forget)
+    (row,) = check_order(machine, CudaCopyEngine(lazy, fakes.FakeStreams()), lazy, 3)
+    assert (row.value, row.ok) == ("broken", False)
+
+
+def test_bandwidth_compares_movers_with_the_devices_own_copy(machine):
+    """A time and a share per mover and size; goals decide nothing."""
+    rows = list(measure_bandwidth(machine, {"kernel": move_by_index, "torch": move_by_index}))
+    assert [row.name.split(",")[0] for row in rows] == ["kernel", "kernel", "torch", "torch"]
+    assert all(row.value > 0 and row.ok is None for row in rows)
+
+
+def test_stall_is_measured_with_and_without_work_in_between():
+    """Four rows: copy and stall, each way."""
+    pool = make_pool()
+    engine = CudaCopyEngine(pool, fakes.FakeStreams())
+    rows = list(measure_stall(engine, pool, 8, lambda: None, 6))
+    assert [row.name.split(",")[0] for row in rows] == ["copy", "stall", "copy", "stall"]
+    assert all(row.value > 0 for row in rows)
+
+
+def _torch_kernel(batch, key, value, table):
+    def run():
+        tokens = torch.cat([key, value], -1).flatten(0, 1)
+        page = key.shape[1]
+        slots = (table.long()[:, :, None] * page + torch.arange(page)).flatten(1)
+        slots = slots[:, : batch.num_live]
+        group = batch.query.shape[1] // key.shape[2]
+        k, v = batch.split(tokens[slots].float().repeat_interleave(group, 2))
+        logits = torch.einsum("rhd,rlhd->rhl", batch.query.float(), k) * batch.scale
+        return torch.einsum("rhl,rlhd->rhd", logits.softmax(-1), v).to(batch.query.dtype)
+
+    return run
+
+
+def test_attention_check_compares_both_page_sizes_with_float32(machine):
+    """A right kernel passes on both; one that reads the wrong slots does not; a crash is a row."""
+
+    def shifted(batch, key, value, table):
+        return _torch_kernel(batch, key, value, (table + 1) % len(key))
+
+    def crashing(batch, key, value, table):
+        raise RuntimeError("page size 1 is not supported")
+
+    rows = list(check_attention(machine, {"torch": _torch_kernel, "off": shifted, "bad": crashing}))
+    by_name = {row.name: row for row in rows}
+    assert by_name["torch: error on pages of 1"].ok
+    assert by_name["torch: pages of 1 cost"].value > 0
+    assert by_name["off: error on pages of 1"].ok is False
+    assert by_name["bad"].note == "RuntimeError: page size 1 is not supported"
+
+
+def test_decode_batch_is_the_same_scattered_and_compacted(machine):
+    """Live tokens equal through both tables; everything else in the scattered cache is NaN."""
+    batch = make_decode(machine)
+    live = batch.scattered[batch.slots.long(), 0]
+    packed = batch.compacted[batch.blocks.long()].flatten(1, 2)[:, : batch.num_live]
+    assert torch.equal(live, packed)
+    assert int(batch.scattered.isnan().any(-1).sum()) == batch.scattered[..., 0].numel() // 2
+    assert torch.isfinite(reference(batch)).all()
+
+
+@pytest.mark.parametrize(("capability", "version"), [((9, 0), "3"), ((10, 0), "4")])
+def test_kernels_follow_generation_and_what_is_installed(capability, version):
+    """What is missing is named with the reason."""
+    found, missing = installed_kernels(capability)
+    assert f"FLASH_ATTN {version}" in found
+    found, missing = installed_kernels((8, 0))
+    reasons = {row.name: row.note for row in missing}
+    assert "reads no pages of 1" in reasons["FLASH_ATTN"]
+    assert reasons["FLASHINFER"] == "not installed"
+
+
+def test_scores_and_tables_checks_pass_over_torch(machine):
+    """Their rows with torch's scorer; a wrong scorer is told."""
+    assert all(row.ok is not False for row in check_scores(machine, mass_by_index))
+    assert all(row.ok is not False for row in check_tables(machine))
+    half = list(check_scores(machine, lambda *args: 0.5 * mass_by_index(*args)))
+    assert half[0].ok is False
+
+
+def test_engine_tests_are_left_out_with_the_reason(monkeypatch):
+    """Here vLLM is not built for CUDA; where pytest is missing, that is said."""
+    (row,) = engine_tests.run_engine_tests(1)
+    assert (row.value, row.ok) == ("left out", None)
+    assert "not for CUDA" in row.note
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert engine_tests.why_not() == "vllm is not installed"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "output", "value", "ok"),
+    [
+        (0, "....\n=== 41 passed in 20.1s ===", "41 passed in 20.1s", True),
+        (1, "F\n=== 1 failed, 3 passed in 2s ===", "1 failed, 3 passed in 2s", False),
+        (4, "usage", "pytest ended with 4", False),
+        (1, "platform H100: only the CPU engine is supported so far", "left out", None),
+    ],
+)
+def test_pytests_summary_becomes_a_row(returncode, output, value, ok):
+    """A refusal by this version is not a failure of the GPU."""
+    row = engine_tests.verdict(returncode, output)
+    assert (row.value, row.ok) == (value, ok)
+
+
+def test_engine_tests_that_take_too_long_are_unfinished(monkeypatch):
+    """Not a failure: the check has eight minutes."""
+    monkeypatch.setattr(engine_tests, "why_not", lambda: None)
+
+    def run(*args, timeout, **kwargs):
+        raise subprocess.TimeoutExpired("pytest", timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (row,) = engine_tests.run_engine_tests(30)
+    assert (row.value, row.ok) == ("unfinished", None)
+
+
+def test_the_refusal_is_the_one_that_is_raised():
+    """The wording is looked for in pytest's output."""
+    assert engine_tests.REFUSAL in (ROOT / "vtoken/integration/vllm/support.py").read_text()
