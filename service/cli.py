@@ -17,13 +17,13 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from service.errors import UsageError
-from service.flags import describe_flags, parse_early
+from service.flags import describe_flags, parse_early, use_config_file
 from service.settings import (
-    environment_warnings,
     load_config,
     load_service_settings,
     log_environment,
     log_level,
+    unknown_settings,
     vllm_environment,
 )
 from service.start_folder import start_folder
@@ -37,6 +37,7 @@ USAGE = """\
 usage: vtoken-serve COMMAND ...
 
   serve [MODEL]   serve a model: --vtoken-* flags, and every flag of vllm serve
+  config check    what serve would be started with, from where, and all that is refused
   size            how many requests of a length a GPU's KV pool holds, computed
 
 of a running service:
@@ -48,6 +49,7 @@ vtoken-serve COMMAND --help says more; vtoken-serve --version names the versions
 """
 
 _COMMANDS = {
+    "config": "service.cli_config",
     "size": "service.size",
     "status": "service.cli_status",
     "policy": "service.cli_policy",
@@ -70,7 +72,8 @@ Flags of vLLM (all are accepted):
   vtoken-serve serve --help=max-model-len  one flag
 
 Admin routes are closed unless VTOKEN_ADMIN_KEY or VTOKEN_ADMIN_KEY_FILE is set. A flag beats a
-variable, a variable beats the default.
+variable, a variable beats the settings file, that beats the default; what is in force, and from
+where, says vtoken-serve config check with the same arguments.
 """
 
 
@@ -116,12 +119,14 @@ def _unknown(command: str) -> str:
 
 
 def _serve(argv: list[str]) -> int:
+    use_config_file(argv)
+    refused = unknown_settings()
+    if refused:
+        raise refused[0]
     load_config(parse_early(argv))
     settings = load_service_settings()
     settings.admin_keys()
     settings.api_keys()
-    for sentence in environment_warnings():
-        print(f"vtoken-serve: warning: {sentence}", file=sys.stderr)
     os.environ.update(vllm_environment())
     with start_folder(settings.log_format, log_level()) as folder:
         os.environ.update(log_environment(folder.log_file, settings.log_format))

@@ -12,15 +12,19 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import os
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from service.errors import UsageError
-from service.settings import ENV_PREFIX, FIELD_NAMES, is_list, is_object
+from service.setting_layers import ENV_PREFIX
+from service.settings import FIELD_NAMES, is_list, is_object
 from vtoken.config import VTokenConfig
 
+CONFIG_FLAG = "--vtoken-config"
+_CONFIG_DEST = "config_of_vtoken"
 _DEST_PREFIX = "vtoken_"
 _TITLE = "vToken"
 
@@ -33,6 +37,14 @@ def flag_name(field: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per configuration field to ``parser``, as a group; mutates it."""
     group = parser.add_argument_group(_TITLE, "Eviction of tokens and reclamation of blocks.")
+    group.add_argument(
+        CONFIG_FLAG,
+        dest=_CONFIG_DEST,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="Settings file, YAML, JSON or TOML; flags and variables beat it. Variable: "
+        "VTOKEN_CONFIG_FILE.",
+    )
     hints = get_type_hints(VTokenConfig)
     for field in dataclasses.fields(VTokenConfig):
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
@@ -59,12 +71,26 @@ def parse_early(argv: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: an unknown ``--vtoken-…`` flag, or one whose value is missing or unreadable.
     """
-    normal = [_normalised(argument) for argument in argv]
-    _refuse_unknown(normal)
+    refusals = unknown_flags(argv)
+    if refusals:
+        raise refusals[0]
+    return flag_values(_parse(argv))
+
+
+def use_config_file(argv: Sequence[str]) -> None:
+    """Let ``--vtoken-config`` beat ``VTOKEN_CONFIG_FILE``; mutates the environment.
+
+    Raises:
+        UsageError: a flag of ours has no value, or one that is unreadable.
+    """
+    if file := getattr(_parse(argv), _CONFIG_DEST, None):
+        os.environ["VTOKEN_CONFIG_FILE"] = file
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _EarlyParser(prog="vtoken-serve serve", add_help=False, allow_abbrev=False)
     add_flags(parser)
-    namespace, _ = parser.parse_known_args(normal)
-    return flag_values(namespace)
+    return parser.parse_known_args([_normalised(argument) for argument in argv])[0]
 
 
 def describe_flags() -> str:
@@ -80,15 +106,18 @@ class _EarlyParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def _refuse_unknown(argv: Iterable[str]) -> None:
-    known = {flag_name(name) for name in FIELD_NAMES}
+def unknown_flags(argv: Iterable[str]) -> list[UsageError]:
+    """Each ``--vtoken-…`` flag that is none, with the nearest that is."""
+    known = {CONFIG_FLAG, *(flag_name(name) for name in FIELD_NAMES)}
     known |= {"--no-" + flag_name(n)[2:] for n, h in _hints().items() if h is bool}
-    for argument in argv:
+    found = []
+    for argument in map(_normalised, argv):
         name = argument.split("=", 1)[0].split(".", 1)[0]
         if name.startswith(("--vtoken-", "--no-vtoken-")) and name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
             hint = f"; did you mean {near[0]}?" if near else "; see vtoken-serve serve --help"
-            raise UsageError(f"unknown flag {name}{hint}")
+            found.append(UsageError(f"unknown flag {name}{hint}"))
+    return found
 
 
 def _normalised(argument: str) -> str:
@@ -120,9 +149,9 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 @cache
-def field_docs() -> dict[str, str]:
+def field_docs(of: type = VTokenConfig) -> dict[str, str]:
     """Field name to its docstring: the text literal that follows it in the class."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(VTokenConfig)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(of)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs = {}
     for node, after in itertools.pairwise(body):

@@ -27,6 +27,7 @@ from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 from vllm.entrypoints.launchers.launcher import create_server_socket, setup_server
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
+from vllm.usage.usage_lib import UsageContext
 
 from service import arguments
 from service.embedded_model import ensure_embedded_model
@@ -77,6 +78,18 @@ def check_port_is_free(args: Namespace) -> None:
         create_server_socket((args.host or "", args.port), reuse_port=False).close()
     except (OSError, OverflowError) as error:
         raise _bind_error(args, error) from error
+
+
+def check_engine_config(args: Namespace) -> None:
+    """Build vLLM's configuration and check it, without starting an engine; mutates ``args``.
+
+    Raises:
+        UnsupportedError: the model or configuration cannot be served with the token layer.
+        StartError: vLLM refused the model or the configuration.
+    """
+    if args.model is None:
+        args.model = str(ensure_embedded_model())
+    _engine_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
 async def _serve(args: Namespace) -> int:

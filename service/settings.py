@@ -1,35 +1,55 @@
 """Settings of the service: the only place that reads the environment.
 
 Every field of :class:`~vtoken.config.VTokenConfig` is a flag ``--vtoken-<field>`` and a variable
-``VTOKEN_<FIELD>``; both lists are made from its dataclass fields. A flag beats a variable, a
-variable beats the default. What only the HTTP process needs is in :class:`ServiceSettings`.
+``VTOKEN_<FIELD>``; both lists are made from its dataclass fields. What only the HTTP process needs
+is in :class:`ServiceSettings`. A flag beats a variable, a variable beats the settings file
+(``VTOKEN_CONFIG_FILE``), that beats the default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError, create_model
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from service.auth_keys import KeyRing, KeySources
+from service.setting_layers import ENV_PREFIX, Given, read_file, resolve, unknown
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
 
-ENV_PREFIX = "VTOKEN_"
 FIELD_NAMES: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(VTokenConfig))
 OUR_PLUGINS: tuple[str, ...] = ("vtoken", "vtoken_http")
 
-_OTHERS = ("CACHE_DIR", "EMBEDDED_GGUF", "VENV", "PYTHON", "TORCH", "NO_IOMP", "TEST_JOBS")
+OTHER_VARIABLES: Mapping[str, str] = {
+    "CONFIG_FILE": "The settings file, as `--vtoken-config`.",
+    "CACHE_DIR": "Where the embedded model is kept; default `~/.cache/vtoken-serve`.",
+    "EMBEDDED_GGUF": "A GGUF file to convert instead of the packaged one.",
+    "VENV": "Of `scripts/*`: where their virtual environment is; default `.venv`.",
+    "PYTHON": "Of `scripts/*`: the Python that they make it with.",
+    "TORCH": "Of `scripts/*`: the requirement that torch is installed by.",
+    "NO_IOMP": "Of `scripts/*`: 1 does not preload Intel's OpenMP library.",
+    "TEST_JOBS": "Of `scripts/test`: how many processes run tests.",
+}
+"""Variables with our prefix that are no settings of the service."""
+_LINKED_SERVICE = re.compile(
+    r"VTOKEN_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+_LINKED_VALUE = re.compile(r"(tcp|udp|sctp)(://\S+)?|[\d.:a-f]+")
 _PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
-_EITHER = {"keep_ratio": "budget_tokens", "budget_tokens": "keep_ratio"}
 
 
 class _Settings(BaseSettings):
@@ -39,7 +59,7 @@ class _Settings(BaseSettings):
 
 
 class ServiceSettings(_Settings):
-    """Settings of the HTTP process, from the environment.
+    """Settings of the HTTP process, from the environment and the settings file.
 
     Raises:
         ValidationError: use :func:`load_service_settings`, which gives one sentence.
@@ -91,6 +111,20 @@ class ServiceSettings(_Settings):
     max_queue_seconds: float = Field(default=0.0, ge=0, le=86400)
     """Refuse a request that would wait longer than this before it starts; 0: let it wait."""
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Variables, then the settings file."""
+        names = cls.model_fields
+        given = {n: v for n, v in file_settings().items() if n in names and v is not None}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, given)
+
     def admin_keys(self) -> KeyRing:
         """The admin keys; none means that the admin routes are closed.
 
@@ -113,15 +147,28 @@ class ServiceSettings(_Settings):
 
 
 def load_service_settings() -> ServiceSettings:
-    """Read :class:`ServiceSettings` from the environment.
+    """Read :class:`ServiceSettings` from the environment and the settings file.
 
     Raises:
-        ConfigError: a variable cannot be read or is out of bounds.
+        ConfigError: a value cannot be read or is out of bounds; the first of them.
+    """
+    settings, refusals = check_service_settings()
+    if settings is None:
+        raise refusals[0]
+    return settings
+
+
+def check_service_settings() -> tuple[ServiceSettings | None, list[ConfigError]]:
+    """The settings, or everything that is wrong with them.
+
+    Raises:
+        ConfigError: the settings file cannot be read.
     """
     try:
-        return ServiceSettings()
+        return ServiceSettings(), []
     except ValidationError as error:
-        raise _as_config_error(error, {}) from error
+        given = given_settings(ServiceSettings.model_fields)
+        return None, [_as_config_error(one, given) for one in error.errors(include_url=False)]
 
 
 class ClientSettings(_Settings):
@@ -155,37 +202,102 @@ def load_client_settings() -> ClientSettings:
 
 
 def load_config(flags: Mapping[str, object]) -> VTokenConfig:
-    """The configuration of the token layer from flags, environment and defaults.
+    """The configuration of the token layer from flags, environment, settings file and defaults.
 
     Args:
         flags: field name to the value given on the command line (text is converted).
 
     Raises:
-        ConfigError: a value cannot be converted or is out of bounds.
+        ConfigError: a value cannot be converted or is out of bounds; the first of them.
     """
-    try:
-        given = _ConfigSettings(**flags).model_dump(exclude_unset=True, exclude_none=True)
-    except ValidationError as error:
-        raise _as_config_error(error, flags) from error
-    for name, other in _EITHER.items():
-        if name in flags and other not in flags:
-            given.pop(other, None)  # a flag for one beats a variable for the other
-    return VTokenConfig.from_dict(given)
+    config, refusals = check_config(flags)
+    if refusals:
+        raise refusals[0]
+    return config
 
 
-def environment_warnings() -> list[str]:
-    """One sentence for each ``VTOKEN_*`` variable that looks like a mistyped setting."""
-    ours = (*FIELD_NAMES, *ServiceSettings.model_fields, *ClientSettings.model_fields)
-    known = {*(n.upper() for n in ours), *_OTHERS}
-    sentences = []
-    for variable in sorted(os.environ):
-        name = variable.removeprefix(ENV_PREFIX)
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-        if name != variable and name not in known and near:
-            sentences.append(
-                f"{variable} is not a setting and is ignored; did you mean {ENV_PREFIX}{near[0]}?"
-            )
-    return sentences
+def check_config(flags: Mapping[str, object]) -> tuple[VTokenConfig, list[ConfigError]]:
+    """The configuration without the values that are refused, and why they are.
+
+    Raises:
+        ConfigError: the settings file cannot be read.
+    """
+    values: dict[str, Any] = {}
+    refusals: list[ConfigError] = []
+    for name, given in given_settings(FIELD_NAMES, flags).items():
+        try:
+            values[name] = _CONVERTERS[name].validate_python(given.value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            refusals.append(ConfigError(given.shown, given.value, _rule(first)))
+    while True:  # each turn takes away what is refused, so that the next mistake shows
+        try:
+            return VTokenConfig.from_dict(values), refusals
+        except ConfigError as error:
+            refusals.append(error)
+            refused = [name for name in error.field.split("|") if name in values]
+            for name in refused or list(values):
+                del values[name]
+
+
+def given_settings(
+    names: Iterable[str], flags: Mapping[str, object] = MappingProxyType({})
+) -> dict[str, Given]:
+    """What was given for these settings, from the strongest source.
+
+    Raises:
+        ConfigError: the settings file cannot be read.
+    """
+    path = config_file()
+    file_name = "" if path is None else path.name
+    return resolve(names, flags, _our_variables(), file_settings(), file_name)
+
+
+def config_file() -> Path | None:
+    """The settings file, if one is named."""
+    name = os.environ.get("VTOKEN_CONFIG_FILE")
+    return Path(name) if name else None
+
+
+def file_settings() -> dict[str, Any]:
+    """What stands in the settings file; nothing without one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = config_file()
+    return {} if path is None else read_file(path)
+
+
+def unknown_settings() -> list[ConfigError]:
+    """Each ``VTOKEN_*`` variable and each key of the settings file that is no setting.
+
+    Variables that Kubernetes and Docker make for a service named ``vtoken…`` are left alone.
+
+    Raises:
+        ConfigError: the settings file cannot be read.
+    """
+    keys = {*FIELD_NAMES, *ServiceSettings.model_fields}
+    variables = {*keys, *ClientSettings.model_fields, *map(str.lower, OTHER_VARIABLES)}
+    found = []
+    for name, value in sorted(_our_variables().items()):
+        variable = ENV_PREFIX + name.upper()
+        is_link = _LINKED_SERVICE.fullmatch(variable) and _LINKED_VALUE.fullmatch(value)
+        if name not in variables and not is_link:
+            upper = [one.upper() for one in variables]
+            found.append(unknown(name.upper(), value, upper, variable, ENV_PREFIX))
+    path = config_file()
+    if path is not None:
+        for name, value in file_settings().items():
+            if name not in keys:
+                found.append(unknown(name, value, keys, f"{path.name}: {name}", ""))
+    return found
+
+
+def _our_variables() -> dict[str, str]:
+    """Variables with our prefix, which is taken off, in small letters."""
+    start = len(ENV_PREFIX)
+    return {n[start:].lower(): v for n, v in os.environ.items() if n.startswith(ENV_PREFIX)}
 
 
 def vllm_environment() -> dict[str, str]:
@@ -287,21 +399,17 @@ def _parse_list(value: object) -> object:
 def _field_type(hint: Any) -> Any:
     """The type to convert text to; bounds and choices are left to ``VTokenConfig``."""
     if get_origin(hint) is Literal:
-        return str | None
+        return str
     if is_list(hint):
-        return Annotated[tuple[int, ...] | None, NoDecode, BeforeValidator(_parse_list)]
+        return Annotated[tuple[int, ...], BeforeValidator(_parse_list)]
     if is_object(hint):
-        return Annotated[dict[str, Any] | None, NoDecode, BeforeValidator(_parse_object)]
-    return hint | None
+        return Annotated[dict[str, Any], BeforeValidator(_parse_object)]
+    return hint
 
 
-def _make_config_settings() -> type[_Settings]:
-    hints = get_type_hints(VTokenConfig)
-    fields: dict[str, Any] = {n: (_field_type(hints[n]), None) for n in FIELD_NAMES}
-    return create_model("_ConfigSettings", __base__=_Settings, **fields)
-
-
-_ConfigSettings: Any = _make_config_settings()
+_CONVERTERS: Mapping[str, TypeAdapter[Any]] = {
+    name: TypeAdapter(_field_type(hint)) for name, hint in get_type_hints(VTokenConfig).items()
+}
 
 
 def _key_ring(
@@ -316,9 +424,14 @@ def _key_ring(
     return KeyRing(KeySources(kind, given, file, folder))
 
 
-def _as_config_error(error: ValidationError, flags: Mapping[str, object]) -> ConfigError:
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    shown = name if name in flags else ENV_PREFIX + name.upper()
-    rule = first["msg"].removeprefix("Value error, ")
-    return ConfigError(shown, flags.get(name, os.environ.get(shown)), rule)
+def _as_config_error(error: Mapping[str, Any], given: Mapping[str, Given]) -> ConfigError:
+    name = str(error["loc"][0])
+    one = given.get(name)
+    if one is None:
+        return ConfigError(name, None, _rule(error))
+    secret = "SecretStr" in str(ServiceSettings.model_fields[name].annotation)
+    return ConfigError(one.shown, "…" if secret else one.value, _rule(error))
+
+
+def _rule(error: Mapping[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Value error, ")

@@ -11,9 +11,9 @@ from service import flags
 from service.errors import UsageError
 from service.settings import (
     FIELD_NAMES,
-    environment_warnings,
     load_config,
     load_service_settings,
+    unknown_settings,
     vllm_environment,
 )
 from vtoken.config import VTokenConfig
@@ -234,16 +234,35 @@ def test_admin_key_is_not_shown(monkeypatch):
     assert "hush" not in str(caught.value)
 
 
-def test_mistyped_variables_are_reported(monkeypatch):
-    """A near miss is named with the setting it resembles; others are left alone."""
+def test_unknown_variables_are_refused(monkeypatch):
+    """With the nearest setting, where there is one; known variables of others are left alone."""
     monkeypatch.setenv("VTOKEN_THETAF", "0.5")
     monkeypatch.setenv("VTOKEN_ADMIN_KEYS", "k")
-    monkeypatch.setenv("VTOKEN_THETA_F", "0.5")
-    monkeypatch.setenv("VTOKEN_SOMETHING_ELSE", "x")
-    sentences = environment_warnings()
-    assert len(sentences) == 2
-    assert "VTOKEN_THETA_F?" in sentences[1]
-    assert "VTOKEN_ADMIN_KEY?" in sentences[0]
+    monkeypatch.setenv("VTOKEN_XYZZY", "x")
+    for known in ("THETA_F", "METRICS_POLL_SECONDS", "URL", "CACHE_DIR", "TEST_JOBS"):
+        monkeypatch.setenv("VTOKEN_" + known, "1")
+    sentences = [str(error) for error in unknown_settings()]
+    assert len(sentences) == 3
+    assert "did you mean VTOKEN_ADMIN_KEY" in sentences[0]
+    assert "did you mean VTOKEN_THETA_F?" in sentences[1]
+    assert sentences[2] == "VTOKEN_XYZZY='x' is not allowed: no such setting"
+
+
+def test_variables_that_kubernetes_makes_are_left_alone(monkeypatch):
+    """A Service named vtoken or vtoken-serve puts such into every pod beside it."""
+    links = {
+        "VTOKEN_SERVICE_HOST": "10.0.0.7",
+        "VTOKEN_SERVICE_PORT": "8000",
+        "VTOKEN_SERVE_SERVICE_PORT_HTTP": "8000",
+        "VTOKEN_PORT": "tcp://10.0.0.7:8000",
+        "VTOKEN_SERVE_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        "VTOKEN_SERVE_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "VTOKEN_SERVE_PORT_8000_TCP_PROTO": "tcp",
+        "VTOKEN_ADMN_PORT": "x",
+    }
+    for name, value in links.items():
+        monkeypatch.setenv(name, value)
+    assert [error.field for error in unknown_settings()] == ["VTOKEN_ADMN_PORT"]
 
 
 @pytest.mark.parametrize(
