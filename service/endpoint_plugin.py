@@ -16,9 +16,10 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
-from service import admin, blocks, metrics, ui
+from service import admin, blocks, metrics, operations, ui
 from service.auth import AdminGuard
 from service.engine_link import EngineLink
+from service.operations import Operations
 from service.poller import MetricsPoller
 from service.ready import announce_when_ready
 from service.request_control import RequestControl
@@ -32,6 +33,7 @@ class ServiceState:
 
     link: EngineLink
     guard: AdminGuard
+    operations: Operations = field(default_factory=Operations)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -54,6 +56,8 @@ class VTokenEndpointPlugin:
         admin.attach(app)
         blocks.attach(app)
         ui.attach(app)
+        operations.attach(app, self._settings)
+        self._app = app
         # Innermost: behind vLLM's API key, and inside its request metrics.
         app.user_middleware.append(Middleware(RequestControl))
 
@@ -64,7 +68,11 @@ class VTokenEndpointPlugin:
         admin routes answer 409 and there is nothing to measure.
         """
         config = engine_config(engine_client)
-        state.vtoken = ServiceState(self._make_link(engine_client, config), self._guard)
+        operated = operations.connect(
+            self._app, engine_client, args, self._settings, has_token_layer=config.mode != "off"
+        )
+        link = self._make_link(engine_client, config)
+        state.vtoken = ServiceState(link, self._guard, operated)
         if engine_client is None:
             return
         model = str(engine_client.vllm_config.model_config.served_model_name)
@@ -74,6 +82,8 @@ class VTokenEndpointPlugin:
             interval = self._settings.metrics_poll_seconds
             poller = MetricsPoller(state.vtoken.link, collector, interval_seconds=interval)
             state.vtoken.start(poller.run())
+        assert operated.watch is not None
+        state.vtoken.start(operated.watch.run())
         state.vtoken.start(announce_when_ready(state, args, model, _in_words(config)))
 
     def _make_link(self, engine_client: Any | None, config: VTokenConfig) -> EngineLink:

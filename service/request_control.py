@@ -14,8 +14,10 @@ import secrets
 from typing import Any
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service import request_ids
+from service.asgi import error_response, path_of, read_body, replay
 from service.engine_link import EngineLink
 from service.receipts import ReceiptSender
 from vtoken.config import unknown_field_hint
@@ -46,14 +48,14 @@ class RequestControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, unchanged unless it asks for a receipt, or refuse it."""
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if "path" in scope else ""
+        path = path_of(scope)
         if scope["type"] != "http" or scope["method"] != "POST" or path not in CHECKED:
             await self._app(scope, receive, send)
             return
-        messages = await _read(receive)
+        messages = await read_body(receive) or []
         body = b"".join(m.get("body", b"") for m in messages)
         if not any(hint in body for hint in _HINTS):
-            await self._app(scope, _replay(messages, receive), send)
+            await self._app(scope, replay(messages, receive), send)
             return
         state = scope["app"].state.vtoken
         try:
@@ -62,14 +64,14 @@ class RequestControl:
             await _refusal(error)(scope, receive, send)
             return
         if not options.receipt:
-            await self._app(scope, _replay(messages, receive), send)
+            await self._app(scope, replay(messages, receive), send)
             return
         key = secrets.token_hex(16)
         document["vllm_xargs"]["vtoken_receipt"] = key
         body = json.dumps(document).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
-        sender = ReceiptSender(send, lambda: state.link.receipt(key))
-        await self._app(_with_length(scope, len(body)), _replay(messages, receive), sender)
+        sender = ReceiptSender(send, lambda: _receipt(state.link, key))
+        await self._app(_with_length(scope, len(body)), replay(messages, receive), sender)
 
 
 def read_options(body: bytes, link: EngineLink, path: str) -> tuple[dict[str, Any], RequestOptions]:
@@ -137,29 +139,15 @@ def _refusal(error: ConfigError) -> JSONResponse:
     text = str(error)
     if len(text) > _MAX_MESSAGE_CHARS:
         text = text[:_MAX_MESSAGE_CHARS] + f"… is not allowed: {error.bound}"
-    body = {"message": text, "type": "BadRequestError", "param": error.field, "code": 400}
-    return JSONResponse({"error": body}, status_code=400)
+    return error_response(400, text, param=error.field)
 
 
-async def _read(receive: Receive) -> list[Message]:
-    """The whole body, which Starlette would collect next anyway; ends early if the client does."""
-    messages = []
-    while True:
-        message = await receive()
-        messages.append(message)
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return messages
-
-
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """First what was read, then what comes: the application still hears of a disconnect."""
-    waiting = iter(messages)
-
-    async def replay() -> Message:
-        message = next(waiting, None)
-        return await receive() if message is None else message
-
-    return replay
+async def _receipt(link: EngineLink, key: str) -> dict[str, Any]:
+    """What the client sees of it; a receipt can be had once, so the trace's part is kept here."""
+    receipt = await link.receipt(key)
+    if (record := request_ids.current.get()) is not None:
+        record.receipt = receipt
+    return {name: value for name, value in receipt.items() if name != "work"}
 
 
 def _with_length(scope: Scope, length: int) -> Scope:

@@ -2,7 +2,8 @@
 
 The order is vLLM's (``launchers/api_server/entry.py``): bind the port, start the engine, build
 and serve the app, stop the engine. What is added: refusals before the engine starts, reasons in
-one sentence, and an exit code that tells a stop from a death.
+one sentence, an answer on the port while the engine starts, a stop that lets accepted requests
+finish, and an exit code that tells a stop from a death.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import signal
 import socket
+import ssl
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import uvloop
 from pydantic import ValidationError
+from uvicorn.config import create_ssl_context
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import (
     build_and_serve,
@@ -28,10 +32,16 @@ from vllm.entrypoints.launchers.launcher import create_server_socket, setup_serv
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.system_utils import decorate_logs
 
 from service import arguments
+from service.drain import Drain
 from service.embedded_model import ensure_embedded_model
 from service.errors import StartError, UsageError
+from service.settings import load_service_settings, trace_endpoint
+from service.start_folder import StartFolder
+from service.start_progress import StartProgress
+from service.start_server import StartServer
 
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
@@ -39,14 +49,16 @@ EXIT_ENGINE_DIED = 1
 logger = logging.getLogger(__name__)
 
 
-def run(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str], folder: StartFolder) -> int:
     """Serve until stopped.
 
     Args:
         argv: every argument after ``vtoken-serve serve``.
+        folder: shared with the processes that vLLM starts.
 
     Returns:
-        0 after SIGINT or SIGTERM, 1 if the engine died.
+        0 after SIGINT or SIGTERM, 1 if the engine died, 128 + the signal's number if a second
+        signal cut the stop short.
 
     Raises:
         UsageError, ConfigError: the arguments cannot be served, or the port is taken.
@@ -58,12 +70,25 @@ def run(argv: Sequence[str]) -> int:
         signal.signal(number, _leave)
     cli_env_setup()
     args, _ = arguments.parse(argv)
-    configure_logging_from_args(args)
-    _share_vllm_log("service", "vtoken")
+    _configure_log(args, folder)
     check_port_is_free(args)
     if args.model is None:
         args.model = str(ensure_embedded_model())
-    return uvloop.run(_serve(args))
+    args.otlp_traces_endpoint = args.otlp_traces_endpoint or trace_endpoint()
+    return uvloop.run(_serve(args, folder.progress))
+
+
+def _configure_log(args: Namespace, folder: StartFolder) -> None:
+    """Ours, unless a flag or variable names another configuration; mutates ``args``."""
+    if hasattr(args, "log_level"):
+        folder.configure_log(args.log_level)
+    config = configure_logging_from_args(args)
+    decorate_logs("APIServer")
+    if config.pylogging_config_file != str(folder.log_file):
+        _share_vllm_log("service", "vtoken")
+    if args.disable_uvicorn_access_log:
+        logging.getLogger("service.access").setLevel(logging.WARNING)
+    args.disable_uvicorn_access_log = True  # service.gate writes that line, and knows more
 
 
 def check_port_is_free(args: Namespace) -> None:
@@ -92,21 +117,56 @@ def check_engine_config(args: Namespace) -> None:
     _engine_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
-async def _serve(args: Namespace) -> int:
+async def _serve(args: Namespace, progress: StartProgress) -> int:
     address, sock = _bind(args)
+    seconds = args.shutdown_timeout or load_service_settings().drain_seconds
+    args.vtoken_drain = drain = Drain(seconds)
+    args.shutdown_timeout = math.ceil(seconds)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            client = await _start_engine(stack, args)
+            with answering(sock, progress, _tls(args)):
+                client = await _start_engine(stack, args)
             stop = _StopRecorder(client)
             http_shutdown = await build_and_serve(client, address, sock, args)
             was_requested = stop.was_requested  # leaving the block calls shutdown in any case
         await http_shutdown
     finally:
         sock.close()
+    if drain.aborted_by:
+        return 128 + drain.aborted_by
     if was_requested:
         return EXIT_STOPPED
     logger.error("the engine died; leaving with exit code %d", EXIT_ENGINE_DIED)
     return EXIT_ENGINE_DIED
+
+
+@contextlib.contextmanager
+def answering(
+    sock: socket.socket, progress: StartProgress, tls: ssl.SSLContext | None
+) -> Iterator[None]:
+    """Answer probes on ``sock`` from a thread; afterwards connections wait for who serves next."""
+    server = StartServer(sock, progress, tls)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        progress.remove()
+
+
+def _tls(args: Namespace) -> ssl.SSLContext | None:
+    """As uvicorn will make it."""
+    if not (args.ssl_keyfile and args.ssl_certfile):
+        return None
+    return create_ssl_context(
+        args.ssl_certfile,
+        args.ssl_keyfile,
+        None,
+        ssl.PROTOCOL_TLS_SERVER,
+        args.ssl_cert_reqs,
+        args.ssl_ca_certs,
+        args.ssl_ciphers,
+    )
 
 
 async def _start_engine(stack: contextlib.AsyncExitStack, args: Namespace) -> Any:

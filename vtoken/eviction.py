@@ -184,6 +184,7 @@ class Evictor:
             kv.row_ids = np.concatenate([live_ids, newer]) if len(newer) else live_ids
         kv.blocks.remove_tokens(kv.table.evict_tokens(victims))
         kv.num_evicted += len(victims)
+        kv.num_evictions += 1
         kv.row_stale = True
         self._stats.inc("evicted_tokens_total", len(victims), self.policy_of(kv).name)
         self.free_empty_blocks(kv, num_computed)

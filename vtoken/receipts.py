@@ -26,6 +26,8 @@ class Receipt:
         live_tokens: the others.
         freed_blocks: blocks that it let go before its end, net of destinations. Of these, the
             pool got back all that no other request shares.
+        evictions, relocations: how often tokens were evicted, and a plan was committed.
+        stall_seconds: how long forwards waited for copies of batches that it was part of.
     """
 
     policy: str
@@ -33,6 +35,9 @@ class Receipt:
     evicted_tokens: int
     live_tokens: int
     freed_blocks: int
+    evictions: int = 0
+    relocations: int = 0
+    stall_seconds: float = 0.0
 
 
 class Receipts:
@@ -50,14 +55,26 @@ class Receipts:
         if not isinstance(key, str):
             return
         freed = kv.num_places - kv.num_retained
-        receipt = Receipt(policy, policy_version, kv.num_evicted, kv.num_live, freed)
+        receipt = Receipt(
+            policy,
+            policy_version,
+            kv.num_evicted,
+            kv.num_live,
+            freed,
+            kv.num_evictions,
+            kv.num_relocations,
+            kv.stall_seconds,
+        )
         self._by_key.setdefault(key, {})[kv.req_id] = receipt
         self._by_key.move_to_end(key)
         if len(self._by_key) > MAX_RECEIPTS:
             self._by_key.popitem(last=False)
 
     def take(self, key: str) -> dict[str, Any]:
-        """The sums over all sequences under ``key``, which are forgotten; zeros if unknown."""
+        """The sums over all sequences under ``key``, which are forgotten; zeros if unknown.
+
+        ``work`` is for traces; clients do not see it.
+        """
         found = list(self._by_key.pop(key, {}).values())
         return {
             "policy": found[-1].policy if found else None,
@@ -66,4 +83,9 @@ class Receipts:
             "evicted_tokens": sum(receipt.evicted_tokens for receipt in found),
             "live_tokens": sum(receipt.live_tokens for receipt in found),
             "freed_blocks": sum(receipt.freed_blocks for receipt in found),
+            "work": {
+                "evictions": sum(receipt.evictions for receipt in found),
+                "relocations": sum(receipt.relocations for receipt in found),
+                "stall_seconds": sum(receipt.stall_seconds for receipt in found),
+            },
         }

@@ -61,6 +61,9 @@ class RequestKV:
             no token was evicted in between or nobody observes.
         options: what the request itself asked for.
         generation: in which it arrived; says which policy document it follows.
+        num_evictions: times that tokens of it were evicted.
+        num_relocations: plans of it that were committed, and ``stall_seconds``, how long
+            forwards waited for the batches that they were in.
     """
 
     req_id: str
@@ -80,6 +83,9 @@ class RequestKV:
     kept_columns: NDArray[np.int32] | None = None
     options: RequestOptions = NO_OPTIONS
     generation: int = 0
+    num_evictions: int = 0
+    num_relocations: int = 0
+    stall_seconds: float = 0.0
 
     @property
     def table(self) -> TokenTable:

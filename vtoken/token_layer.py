@@ -261,13 +261,20 @@ class TokenLayer:
         candidates = [(kv, kv.table.num_tokens) for kv in self.requests.values()]
         return self.reclamation.reclaim_now(candidates) is not None
 
-    def settle(self, ticket: int, error: str | None, damaged: Collection[str] = ()) -> list[str]:
+    def settle(
+        self,
+        ticket: int,
+        error: str | None,
+        damaged: Collection[str] = (),
+        stall_seconds: float = 0.0,
+    ) -> list[str]:
         """Commit or roll back a batch that the worker reported.
 
         Args:
             ticket: the batch.
             error: why its copy failed, or None.
             damaged: requests for which :meth:`check_conservation` did not hold.
+            stall_seconds: how long the forward after it waited for its copies.
 
         Returns:
             Ids of requests that must end with an error: their K/V is gone, because a plan was
@@ -276,6 +283,9 @@ class TokenLayer:
         trusted = self.relocation_disabled is None
         settled = self.reclamation.settle(ticket, error, self.requests, damaged, trusted)
         lost = [kv.req_id for kv in settled.lost]
+        for kv in settled.committed:
+            kv.num_relocations += 1
+            kv.stall_seconds += stall_seconds
         if self.verifies(ticket):
             for kv in settled.committed:
                 if self.requests.get(kv.req_id) is not kv:

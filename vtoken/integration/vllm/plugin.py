@@ -1,7 +1,7 @@
 """Where vLLM meets vToken: the ``vllm.general_plugins`` entry point and the engine arguments.
 
 Nothing happens by installing the package. :func:`register` only teaches EngineCore the control
-call; scheduler and worker are ours only if :func:`engine_args` went into the engine.
+call and the pulse; scheduler and worker are ours only if :func:`engine_args` went into the engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ def register() -> None:
     from vllm.v1.engine.core import EngineCore
 
     from vtoken.integration.vllm.engine_core import vtoken_call
+    from vtoken.integration.vllm.pulse import vtoken_pulse
 
     EngineCore.vtoken_call = vtoken_call
+    EngineCore.vtoken_pulse = vtoken_pulse
 
 
 def engine_args(config: VTokenConfig) -> dict[str, Any]:

@@ -165,7 +165,9 @@ class VTokenSchedulerMixin(SchedulerHooks):
             ):
                 damaged.setdefault(digest.ticket, set()).add(digest.req_id)
         for copy in report.copies:
-            lost += self.layer.settle(copy.ticket, copy.error, damaged.get(copy.ticket, ()))
+            lost += self.layer.settle(
+                copy.ticket, copy.error, damaged.get(copy.ticket, ()), copy.stall_seconds
+            )
             stats.observe("relocation_copy_seconds", copy.copy_seconds)
             stats.observe("relocation_stall_seconds", copy.stall_seconds)
             stats.inc("relocated_bytes_total", copy.num_bytes)

@@ -1,0 +1,118 @@
+"""What one request, and one client, may ask for: a middleware behind the API keys.
+
+Bodies that are too long are a 413, values out of bounds a 400, and what the server has no room for
+now a 429 with ``Retry-After``, all in OpenAI's form and before the engine hears of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.asgi import error_response, header, is_work, read_body, replay
+
+_OUTPUT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+@dataclass(frozen=True)
+class LimitRules:
+    """The bounds; 0 means none. See the settings of the same names."""
+
+    max_body_bytes: int = 0
+    max_output_tokens: int = 0
+    max_requests_per_key: int = 0
+    max_queue_seconds: float = 0.0
+
+
+class Limits:
+    """Refuses, or passes on; finds the queue at ``app.state.vtoken.operations``."""
+
+    def __init__(self, app: ASGIApp, *, rules: LimitRules) -> None:
+        self._app = app
+        self._rules = rules
+        self._open: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if not is_work(scope):
+            await self._app(scope, receive, send)
+            return
+        key = _key_of(scope)
+        if (refusal := self._no_room(scope, key)) is not None:
+            await refusal(scope, receive, send)
+            return
+        self._open[key] += 1
+        try:
+            await self._checked(scope, receive, send)
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+
+    def _no_room(self, scope: Scope, key: str) -> JSONResponse | None:
+        rules = self._rules
+        if rules.max_requests_per_key and self._open[key] >= rules.max_requests_per_key:
+            text = f"this key has {self._open[key]} open requests, and may have no more"
+            return error_response(429, text, retry_after=1)
+        if rules.max_queue_seconds:
+            wait = scope["app"].state.vtoken.operations.queue.wait_seconds()
+            if wait > rules.max_queue_seconds:
+                text = (
+                    f"a request would wait about {wait:.0f} s before it starts, longer than "
+                    f"the {rules.max_queue_seconds:g} s that this server lets it wait"
+                )
+                return error_response(429, text, retry_after=wait - rules.max_queue_seconds)
+        return None
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._rules.max_body_bytes
+        if limit and _declared_length(scope) > limit:
+            await _too_long(limit)(scope, receive, send)
+            return
+        messages = await read_body(receive, limit)
+        if messages is None:
+            await _too_long(limit)(scope, receive, send)
+            return
+        if (refusal := self._bad_value(messages)) is not None:
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, replay(messages, receive), send)
+
+    def _bad_value(self, messages: list[Message]) -> JSONResponse | None:
+        """vLLM gives shorter answers than it was asked for where the bound is not said here."""
+        most = self._rules.max_output_tokens
+        if not most:
+            return None
+        try:
+            document = json.loads(b"".join(m.get("body", b"") for m in messages))
+        except (ValueError, RecursionError):  # vLLM says why
+            return None
+        for name in _OUTPUT_FIELDS if isinstance(document, dict) else ():
+            value = document.get(name)
+            if isinstance(value, int) and value > most:
+                text = f"{name} is {value}, and this server generates at most {most} tokens"
+                return error_response(400, text, param=name)
+        return None
+
+
+def _too_long(limit: int) -> JSONResponse:
+    return error_response(413, f"the body may have at most {limit} bytes")
+
+
+def _declared_length(scope: Scope) -> int:
+    text = header(scope, b"content-length") or "0"
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def _key_of(scope: Scope) -> str:
+    """The key's name, or what tells one key from another; empty for those who send none."""
+    name = scope.get("state", {}).get("vtoken_key_name")
+    if name is not None:
+        return f"name:{name}"
+    given = header(scope, b"authorization")
+    return "" if given is None else hashlib.sha256(given.encode("latin-1")).hexdigest()

@@ -1,0 +1,95 @@
+"""Puts what an operator relies on into vLLM's app: probes, draining, limits, ids, log, traces.
+
+Two middlewares: the gate outside of everything, and the limits behind the API keys. One function
+before vLLM's ``generate``, one before its ``shutdown``, and a task that listens to the engine.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+
+from service import health, tracing
+from service.admission import QueueEstimate
+from service.drain import Drain, DrainingShutdown
+from service.engines import utility_call
+from service.gate import RequestGate
+from service.generation import Generation
+from service.health import HealthRules
+from service.limits import LimitRules, Limits
+from service.pulse import PulseWatch
+from service.settings import ServiceSettings
+
+
+@dataclass
+class Operations:
+    """What probes and middlewares look at.
+
+    Attributes:
+        drain: counts open requests, and knows whether the server is stopping.
+        queue: how long a new request would wait.
+        rules: bounds of the probes.
+        watch: listens to the engine; None where there is none.
+    """
+
+    drain: Drain = field(default_factory=lambda: Drain(0))
+    queue: QueueEstimate = field(default_factory=QueueEstimate)
+    rules: HealthRules = field(default_factory=HealthRules)
+    watch: PulseWatch | None = None
+
+
+def attach(app: FastAPI, settings: ServiceSettings) -> None:
+    """Add the probes and the limits; mutates ``app``. The limits go behind what is there."""
+    health.attach(app)
+    rules = LimitRules(
+        max_body_bytes=settings.max_body_bytes,
+        max_output_tokens=settings.max_output_tokens,
+        max_requests_per_key=settings.max_requests_per_key,
+        max_queue_seconds=settings.max_queue_seconds,
+    )
+    app.user_middleware.append(Middleware(Limits, rules=rules))
+
+
+def connect(
+    app: FastAPI,
+    engine_client: Any | None,
+    args: Namespace,
+    settings: ServiceSettings,
+    *,
+    has_token_layer: bool,
+) -> Operations:
+    """Close the app in and stand before the engine; mutates ``app`` and ``engine_client``.
+
+    Must run in the event loop's thread, before the first request.
+    """
+    rules = HealthRules(
+        settings.ready_stall_seconds, settings.ready_when_degraded, settings.live_stall_seconds
+    )
+    drain = getattr(args, "vtoken_drain", None) or Drain(settings.drain_seconds)
+    # Around the stack, not in it: errors that the stack makes an answer of carry the id, too.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    timeout = settings.request_timeout_seconds
+    app.middleware_stack = RequestGate(stack, drain=drain, timeout_seconds=timeout)
+    operations = Operations(drain, rules=rules)
+    if engine_client is None:
+        return operations
+    if engine_client.vllm_config.observability_config.otlp_traces_endpoint is not None:
+        tracing.enable()
+    DrainingShutdown(engine_client, drain)
+    engine_client.generate = Generation(
+        engine_client.generate,
+        queue=operations.queue,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        max_output_tokens=settings.max_output_tokens,
+        has_token_layer=has_token_layer,
+    )
+    operations.watch = PulseWatch(
+        utility_call(engine_client.engine_core),
+        lambda: bool(engine_client.errored),
+        on_pulse=operations.queue.note,
+    )
+    return operations

@@ -1,0 +1,123 @@
+"""Listens to the engine: a question about once a second, and when it was last answered.
+
+Readiness, liveness and the estimate of the queue are judged by what is kept here. A question that
+is not answered stays open: no second one is asked meanwhile, so a hung engine collects none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+UTILITY_NAME = "vtoken_pulse"
+INTERVAL_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """One answer of the engine; see ``vtoken.integration.vllm.pulse``."""
+
+    running: int
+    waiting: int
+    steps: int | None
+    relocation_disabled: str | None = None
+    failed_relocations: float = 0.0
+
+    @classmethod
+    def parse(cls, reply: Mapping[str, Any]) -> Pulse:
+        """From the engine's reply.
+
+        Raises:
+            KeyError, TypeError: it has not the agreed form.
+        """
+        return cls(
+            int(reply["running"]),
+            int(reply["waiting"]),
+            reply["steps"],
+            reply.get("relocation_disabled"),
+            float(reply.get("failed_relocations", 0.0)),
+        )
+
+
+@dataclass
+class PulseRecord:
+    """What is known of the engine.
+
+    Attributes:
+        pulse: the last answer, None before the first.
+        answered: when it came; before the first, when the server started. Monotonic seconds, as
+            all times here.
+        progressed: when the engine last made a step, or had nothing to do.
+        copy_failed: when a relocation was last seen to fail; None: never.
+        dead: whether vLLM knows that the engine has died.
+    """
+
+    answered: float
+    progressed: float
+    pulse: Pulse | None = None
+    copy_failed: float | None = None
+    dead: bool = False
+
+    def note(self, pulse: Pulse, now: float) -> None:
+        """Take an answer into account; mutates."""
+        last = self.pulse
+        has_work = pulse.running + pulse.waiting > 0
+        has_stepped = last is None or pulse.steps is None or pulse.steps != last.steps
+        if has_stepped or not has_work:
+            self.progressed = now
+        if last is not None and pulse.failed_relocations > last.failed_relocations:
+            self.copy_failed = now
+        self.pulse, self.answered = pulse, now
+
+
+class PulseWatch:
+    """Asks for ever, and keeps :attr:`record` up to date.
+
+    Args:
+        call: vLLM's utility call.
+        is_dead: whether the engine is known to have died.
+        on_pulse: called with every answer and its time.
+        interval_seconds: between two questions.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Awaitable[Any]],
+        is_dead: Callable[[], bool],
+        *,
+        on_pulse: Callable[[Pulse, float], None] = lambda pulse, now: None,
+        interval_seconds: float = INTERVAL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._call = call
+        self._is_dead = is_dead
+        self._on_pulse = on_pulse
+        self._interval_seconds = interval_seconds
+        self.clock = clock
+        self._record = PulseRecord(answered=clock(), progressed=clock())
+
+    @property
+    def record(self) -> PulseRecord:
+        """What is known at this moment."""
+        self._record.dead = self._is_dead()
+        return self._record
+
+    async def run(self) -> None:
+        """Ask until cancelled; a failure is no answer and never ends it."""
+        while True:
+            try:
+                pulse = Pulse.parse(await self._call(UTILITY_NAME))
+            except Exception as error:  # its absence is what readiness reports
+                logger.debug("no pulse: %s", error)
+            else:
+                now = self.clock()
+                self._record.note(pulse, now)
+                self._on_pulse(pulse, now)
+            await asyncio.sleep(self._interval_seconds)

@@ -1,0 +1,103 @@
+"""Waiting for open requests: to the last one, to the deadline, or to a second signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+from service.drain import CLOSE_SECONDS, Drain, DrainingShutdown
+
+
+def test_nothing_open_is_nothing_to_wait_for() -> None:
+    """And from then on nobody enters."""
+    drain = Drain(60)
+    assert drain.wait() == 0
+    assert drain.is_draining
+    assert not drain.enter()
+
+
+def test_wait_ends_with_the_last_request() -> None:
+    """Leaving wakes the one who waits."""
+    drain = Drain(60)
+    assert drain.enter()
+    assert drain.enter()
+    lost: list[int] = []
+    thread = threading.Thread(target=lambda: lost.append(drain.wait()))
+    thread.start()
+    drain.leave()
+    drain.leave()
+    thread.join(timeout=30)
+    assert lost == [0]
+
+
+def test_deadline_tells_how_many_are_lost() -> None:
+    """They are still counted, and end by themselves or not."""
+    drain = Drain(0.02)
+    drain.enter()
+    assert drain.wait() == 1
+
+
+def make_client() -> SimpleNamespace:
+    """An engine client that notes how it was shut down."""
+    timeouts: list[float | None] = []
+    return SimpleNamespace(
+        timeouts=timeouts, shutdown=lambda timeout=None: timeouts.append(timeout)
+    )
+
+
+def test_shutdown_waits_in_another_thread_and_gives_the_engine_time_to_close() -> None:
+    """As vLLM's server calls it after a signal."""
+
+    async def run() -> None:
+        client, drain = make_client(), Drain(60)
+        DrainingShutdown(client, drain)
+        drain.enter()
+        stopping = asyncio.get_running_loop().run_in_executor(None, client.shutdown, 120)
+        while not drain.is_draining:
+            await asyncio.sleep(0.001)
+        assert client.timeouts == []
+        drain.leave()
+        await stopping
+        assert client.timeouts == [CLOSE_SECONDS]
+
+    asyncio.run(run())
+
+
+def test_second_signal_aborts_at_once() -> None:
+    """The engine gets no time any more; the signal's number is kept for the exit code."""
+
+    async def run() -> None:
+        client, drain = make_client(), Drain(3600)
+        DrainingShutdown(client, drain)
+        drain.enter()
+        stopping = asyncio.get_running_loop().run_in_executor(None, client.shutdown)
+        while not drain.is_draining:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)  # the loop has heeded the request for a handler
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stopping
+        assert client.timeouts == [0]
+        assert drain.aborted_by == signal.SIGTERM
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(run())
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+def test_the_loops_own_thread_never_waits() -> None:
+    """At the end of a server whose engine died, requests may be open for ever."""
+
+    async def run() -> None:
+        client, drain = make_client(), Drain(3600)
+        DrainingShutdown(client, drain)
+        drain.enter()
+        client.shutdown(timeout=3)
+        assert client.timeouts == [3]
+
+    asyncio.run(run())

@@ -1,0 +1,201 @@
+"""A real server with the tiny model: starts in seconds, answers in milliseconds.
+
+Prompts are words ``w3`` … ``w1023``, one token each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.engine.tiny_model import ENVIRONMENT, VOCABULARY, ensure_tiny_model
+
+MODEL = "tiny"
+ADMIN_KEY = "test-admin-key"
+SECONDS = 300.0
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+FLAGS = (
+    "--enforce-eager",
+    *("--served-model-name", MODEL),
+    *("--max-model-len", "2048"),
+    *("--kv-cache-memory-bytes", "4M"),
+    *("--max-num-seqs", "64"),
+    *("--vtoken-budget-tokens", "96"),
+    *("--vtoken-theta-f", "0.1"),
+    *("--vtoken-low-watermark-ratio", "1.0"),
+)
+
+
+def make_model_folder(folder: Path) -> Path:
+    """The tiny model with a tokenizer that knows one word per token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(ensure_tiny_model(), folder)
+    words = {f"w{number}": number for number in range(3, VOCABULARY)}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **words}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **names)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def words(count: int, start: int = 3) -> str:
+    """A prompt of ``count`` tokens."""
+    span = VOCABULARY - 3
+    return " ".join(f"w{3 + (start + number) % span}" for number in range(count))
+
+
+def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> Any:
+    """Its first true result.
+
+    Raises:
+        AssertionError: it stayed false for so long.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s")
+
+
+class TinyServer:
+    """A ``vtoken-serve serve`` process on a free port."""
+
+    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+        self.log = folder / "log.txt"
+        own = {n: v for n, v in os.environ.items() if not n.startswith(("VTOKEN_", "OTEL_"))}
+        own |= {n: v for n, v in os.environ.items() if n in ("VTOKEN_CACHE_DIR",)}
+        iomp = Path(sys.prefix) / "lib" / "libiomp5.so"
+        own |= {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "VTOKEN_ADMIN_KEY": ADMIN_KEY}
+        own |= {"LD_PRELOAD": str(iomp)} if iomp.exists() else {}
+        model = str(make_model_folder(folder / "model"))
+        command = [sys.executable, "-m", "service.cli", "serve", model, "--port", "0"]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *FLAGS, *flags],
+                env={**own, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.url = ""
+
+    def text(self) -> str:
+        """All that it has logged."""
+        return self.log.read_text(errors="replace")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The JSON lines of its log."""
+        found = (line for line in self.text().splitlines() if line.startswith('{"time"'))
+        return [json.loads(line) for line in found]
+
+    def access(self, request_id: str) -> dict[str, Any]:
+        """The line that ended a request."""
+        return wait_for(
+            lambda: next(
+                (
+                    line
+                    for line in self.lines()
+                    if line["logger"] == "service.access" and line["request_id"] == request_id
+                ),
+                None,
+            ),
+            30,
+        )
+
+    def wait_until_ready(self) -> None:
+        """Until the ready line, and the first answer of the engine."""
+        found = wait_for(lambda: re.search(r"ready on (http://[\w.:]+)", self.text()) or self.ended)
+        assert not self.ended, self.text()[-3000:]
+        self.url = found[1]
+        wait_for(lambda: self.get("/health/ready").status_code == 200, 60)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.process.poll() is not None
+
+    def descendants(self) -> list[psutil.Process]:
+        """Its engine core, worker and helpers."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def worker(self) -> psutil.Process:
+        """The process that computes: the engine core's child with the most memory."""
+        core = next(p for p in self.descendants() if "EngineCore" in " ".join(p.cmdline()))
+        return max(core.children(), key=lambda process: process.memory_info().rss)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """GET."""
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def post(self, path: str = "/v1/completions", **options: Any) -> httpx.Response:
+        """POST."""
+        return httpx.post(self.url + path, timeout=120, **options)
+
+    def complete(self, prompt: str, max_tokens: int, **options: Any) -> httpx.Response:
+        """A whole answer of exactly ``max_tokens``."""
+        return self.post(json=body(prompt, max_tokens), **options)
+
+    def state(self) -> dict[str, Any]:
+        """``GET /admin/state``."""
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        return self.get("/admin/state", headers=headers).raise_for_status().json()
+
+    def ready(self) -> tuple[int, set[str]]:
+        """Status of the readiness probe, and the codes of its reasons."""
+        answer = self.get("/health/ready")
+        listed = answer.json().get("reasons", []) + answer.json().get("degraded", [])
+        return answer.status_code, {reason["code"] for reason in listed}
+
+    def is_quiet(self) -> bool:
+        """No request, and every block free."""
+        state = self.state()
+        pool = state["pool"]
+        return not state["requests"] and pool["free_blocks"] == pool["total_blocks"]
+
+    def terminate(self) -> None:
+        """SIGTERM to the server's process alone, as Kubernetes does."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def kill_all(self) -> None:
+        """Leave nothing behind."""
+        if not self.ended:
+            for process in [*self.descendants(), self.process]:
+                process.kill()
+        self.process.wait(timeout=30)
+
+
+def body(prompt: str, max_tokens: int, **others: Any) -> dict[str, Any]:
+    """Of ``POST /v1/completions``."""
+    fixed = {"model": MODEL, "ignore_eos": True, "temperature": 0}
+    return {**fixed, "prompt": prompt, "max_tokens": max_tokens, **others}
+
+
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The JSON events of a stream as they come; ends at ``[DONE]``.
+
+    Raises:
+        AssertionError: the stream ended without it.
+    """
+    for line in answer.iter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("the stream ended early")
