@@ -83,9 +83,6 @@ def _refuse_unservable(args: Namespace, config: VTokenConfig) -> None:
         raise UsageError(f"--api-server-count={args.api_server_count}: {_SINGLE_SERVER}")
     if args.data_parallel_multi_port_external_lb:
         raise UsageError(f"--data-parallel-multi-port-external-lb: {_SINGLE_SERVER}")
-    if config.mode != "off" and args.data_parallel_size != 1:
-        reason = "the token layer serves one engine per server so far"
-        raise UsageError(f"--data-parallel-size={args.data_parallel_size}: {reason}")
 
 
 def _apply_engine_args(

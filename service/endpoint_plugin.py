@@ -19,6 +19,7 @@ from starlette.middleware import Middleware
 from service import admin, blocks, metrics, operations, ui
 from service.auth import AdminGuard
 from service.engine_link import EngineLink
+from service.engines import engine_numbers, utility_call
 from service.operations import Operations
 from service.poller import MetricsPoller
 from service.ready import announce_when_ready
@@ -76,7 +77,9 @@ class VTokenEndpointPlugin:
         if engine_client is None:
             return
         model = str(engine_client.vllm_config.model_config.served_model_name)
-        collector = metrics.VTokenCollector(model, config.to_dict())
+        collector = metrics.VTokenCollector(
+            model, config.to_dict(), engines=engine_numbers(engine_client.engine_core)
+        )
         metrics.register(collector, REGISTRY)
         if config.mode != "off":
             interval = self._settings.metrics_poll_seconds
@@ -91,7 +94,7 @@ class VTokenEndpointPlugin:
         if engine_client is None:
             return EngineLink(_no_engine, mode="off", is_dead=bool, timeout_seconds=timeout)
         return EngineLink(
-            engine_client.engine_core.call_utility_async,
+            utility_call(engine_client.engine_core),
             mode=config.mode,
             document=config.to_dict(),
             is_dead=lambda: bool(engine_client.errored),

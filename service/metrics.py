@@ -49,13 +49,13 @@ _Samples = list[tuple[Sequence[str], Any]]
 
 
 class VTokenCollector(Collector):
-    """Prometheus collector over the last snapshot of one engine.
+    """Prometheus collector over the last snapshot of each engine.
 
     Args:
         model_name: value of that label, the same as vLLM's.
         config: ``VTokenConfig.to_dict()`` at the start; in mode ``off`` only ``policy_info`` is
             shown.
-        engine: value of that label.
+        engines: values of that label, one for each engine behind this server.
         clock: monotonic seconds.
     """
 
@@ -64,16 +64,18 @@ class VTokenCollector(Collector):
         model_name: str,
         config: Mapping[str, Any],
         *,
-        engine: str = "0",
+        engines: Sequence[str] = ("0",),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._base = (model_name, engine)
+        self._model_name = model_name
+        self._engines = engines
         self._clock = clock
         self._updated = clock()
         self._num_failures = 0
         self._is_off = config["mode"] == "off"
         self._policies: tuple[str, ...] = ()  # a series that was shown once never vanishes
-        self._families = self._build({"stats": {}, "config": config, "policy_version": 0})
+        nothing = {"stats": {}, "config": config, "policy_version": 0}
+        self._families = self._build({"engines": [nothing] * len(engines)})
 
     def update(self, reply: Mapping[str, Any]) -> None:
         """Show the engine's ``snapshot`` reply from now on.
@@ -97,22 +99,23 @@ class VTokenCollector(Collector):
         yield from self._families
         if not self._is_off:
             age = self._clock() - self._updated
-            yield self._family(POLL_FAILURES, [((), self._num_failures)])
-            yield self._family(SNAPSHOT_AGE, [((), age)])
+            # All engines are read in one call.
+            num_engines = len(self._engines)
+            yield self._family(POLL_FAILURES, [[((), self._num_failures)]] * num_engines)
+            yield self._family(SNAPSHOT_AGE, [[((), age)]] * num_engines)
 
     def _build(self, reply: Mapping[str, Any]) -> list[Metric]:
-        config = reply["config"]
-        version = reply["policy_version"]
-        info = [config["policy"], config["mode"], f"{config['theta_f']:g}", str(version)]
-        families = [self._family(POLICY_INFO, [(info, 1)])]
+        engines = reply.get("engines", [reply])
+        families = [self._family(POLICY_INFO, [_policy_info(engine) for engine in engines])]
         if not self._is_off:
-            self._policies = tuple(dict.fromkeys([*self._policies, config["policy"]]))
+            in_force = [engine["config"]["policy"] for engine in engines]
+            self._policies = tuple(dict.fromkeys([*self._policies, *in_force]))
             for spec in METRICS.values():
-                samples = _samples(spec, reply["stats"], self._policies)
+                samples = [_samples(spec, engine["stats"], self._policies) for engine in engines]
                 families.append(self._family(spec, samples))
         return families
 
-    def _family(self, spec: MetricSpec, samples: _Samples) -> Metric:
+    def _family(self, spec: MetricSpec, engines: Sequence[_Samples]) -> Metric:
         kinds: dict[str, Any] = {
             "counter": CounterMetricFamily,
             "gauge": GaugeMetricFamily,
@@ -120,12 +123,13 @@ class VTokenCollector(Collector):
         }
         labels = [*BASE_LABELS, *spec.labels]
         family = kinds[spec.kind](PREFIX + spec.name, spec.help, labels=labels)
-        for own, value in samples:
-            values = [*self._base, *own]
-            if spec.kind == "histogram":
-                family.add_metric(values, buckets=value[0], sum_value=value[1])
-            else:
-                family.add_metric(values, value)
+        for engine, samples in zip(self._engines, engines, strict=True):
+            for own, value in samples:
+                values = [self._model_name, engine, *own]
+                if spec.kind == "histogram":
+                    family.add_metric(values, buckets=value[0], sum_value=value[1])
+                else:
+                    family.add_metric(values, value)
         assert isinstance(family, Metric)
         return family
 
@@ -136,6 +140,12 @@ def register(collector: VTokenCollector, registry: CollectorRegistry) -> None:
         if isinstance(other, VTokenCollector):
             registry.unregister(other)
     registry.register(collector)
+
+
+def _policy_info(engine: Mapping[str, Any]) -> _Samples:
+    config, version = engine["config"], engine["policy_version"]
+    labels = [config["policy"], config["mode"], f"{config['theta_f']:g}", str(version)]
+    return [(labels, 1)]
 
 
 def _samples(spec: MetricSpec, stats: Mapping[str, Any], policies: Sequence[str]) -> _Samples:

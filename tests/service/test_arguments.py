@@ -92,7 +92,6 @@ def test_mode_off_is_stock(arguments):
         (["--api-server-count", "2"], "--api-server-count=2"),
         (["--headless"], "--headless"),
         (["--grpc"], "--grpc"),
-        (["--data-parallel-size", "2"], "--data-parallel-size=2"),
         (["org/model", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
     ],
 )

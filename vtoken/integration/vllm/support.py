@@ -20,11 +20,11 @@ CONFIG_KEY = "vtoken"
 
 _NOT_PARALLEL = {
     "pipeline_parallel_size": "stages run different steps at once, and only the last one reports",
-    "data_parallel_size": "the token layer serves one engine per server so far",
     "decode_context_parallel_size": "ranks hold different tokens of one request",
     "prefill_context_parallel_size": "ranks hold different tokens of one request",
 }
-"""Tensor parallelism is not among them: its ranks hold the same tokens, and the heads apart."""
+"""Tensor parallelism is not among them: its ranks hold the same tokens, and the heads apart. Nor
+is data parallelism, whose engines share nothing, unless the model has experts."""
 
 
 def vtoken_config(vllm_config: VllmConfig) -> VTokenConfig:
@@ -104,6 +104,9 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
         size = getattr(parallel, name)
         if size > 1:
             yield f"{name}={size}, must be 1: {reason}"
+    if parallel.data_parallel_size > 1 and model.is_moe:
+        size = parallel.data_parallel_size
+        yield f"data_parallel_size={size} with experts, whose engines compute every step together"
     if parallel.use_ubatching:
         yield "dual batch overlap splits a batch behind the scheduler's back"
 

@@ -1,0 +1,156 @@
+"""One engine in front of several: what data parallelism changes for the HTTP process.
+
+With ``--data-parallel-size`` vLLM runs several engines, each with its own pool, tables and policy
+document, and balances requests over them. Calls go to all of them, and the answers become one:
+
+    policy document    the same everywhere: a change is tried on every engine before it is made
+    state              pools summed, requests of all engines with the number of theirs
+    snapshot           of every engine; metrics have the label ``engine``
+    receipts           sums: sequences of one answer may have run anywhere
+    pulse              sums: an engine that hangs answers nobody
+    blocks             the first engine's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from service.engine_link import UTILITY_NAME, UtilityCall
+
+PULSE_NAME = "vtoken_pulse"
+
+Reply = dict[str, Any]
+
+_CHANGES = ("set_policy", "rollback_policy")
+_RATIOS = ("waste_ratio", "low_utilization_block_ratio")
+"""Of the blocks that an engine's requests hold, so weighted by these."""
+_COMMON = ("effective_theta_f", "relocation_disabled")
+"""The largest of any engine."""
+
+
+_RECEIPT_COUNTS = ("num_sequences", "evicted_tokens", "live_tokens", "freed_blocks")
+
+
+def utility_call(engine_core: Any) -> UtilityCall:
+    """vLLM's utility call to the engine, or to all of them with their answers made one."""
+    if len(getattr(engine_core, "core_engines", ())) < 2:
+        call: UtilityCall = engine_core.call_utility_async
+        return call
+    return AllEngines(engine_core.call_utility_all_async)
+
+
+def engine_numbers(engine_core: Any) -> tuple[str, ...]:
+    """What vLLM's own metrics have as label ``engine``, for each engine in the order of answers."""
+    return tuple(map(str, getattr(engine_core, "engine_ranks_managed", (0,))))
+
+
+class AllEngines:
+    """Calls every engine.
+
+    Args:
+        call_all: vLLM's call that returns one answer per engine, in their order.
+    """
+
+    def __init__(self, call_all: UtilityCall) -> None:
+        self._call_all = call_all
+
+    async def __call__(self, method: str, *args: Any) -> Reply:
+        """As ``call_utility_async``; an error of one engine is the answer."""
+        if method == PULSE_NAME:
+            return merged_pulse(await self._call_all(method))
+        if method != UTILITY_NAME:
+            raise ValueError(f"no rule for the answers of several engines to {method!r}")
+        op, payload = args
+        if op in _CHANGES and not payload.get("dry_run"):
+            # All or none: bounds may depend on an engine's pool.
+            trial = await self._call_all(method, op, {**payload, "dry_run": True})
+            if (refusal := _refusal(trial)) is not None:
+                return refusal
+        replies = await self._call_all(method, op, payload)
+        refusal = _refusal(replies)
+        if refusal is not None:
+            return refusal
+        merge = _MERGED.get(op, _first)
+        return {"ok": merge([reply["ok"] for reply in replies])}
+
+
+def _refusal(replies: Sequence[Reply]) -> Reply | None:
+    return next((reply for reply in replies if "ok" not in reply), None)
+
+
+def merged_pulse(pulses: Sequence[Reply]) -> Reply:
+    """Sums; relocation is disabled where any engine says so."""
+    disabled = [p["relocation_disabled"] for p in pulses if p.get("relocation_disabled")]
+    steps = [pulse["steps"] for pulse in pulses]
+    merged = {name: sum(pulse[name] for pulse in pulses) for name in ("running", "waiting")}
+    merged["steps"] = None if None in steps else sum(steps)
+    if "failed_relocations" in pulses[0]:
+        merged["failed_relocations"] = sum(pulse["failed_relocations"] for pulse in pulses)
+        merged["relocation_disabled"] = disabled[0] if disabled else None
+    return merged
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+def _merged_snapshot(results: Sequence[Reply]) -> Reply:
+    return {**results[0], "engines": list(results)}
+
+
+def _merged_preview(results: Sequence[Reply]) -> Reply:
+    """Of a dry run: what would happen to the requests of all engines."""
+    if "requests" not in results[0]:
+        return results[0]
+    totals = [result["totals"] for result in results]
+    return {**results[0], "requests": _numbered(results, "requests"), "totals": _sums(totals)}
+
+
+def _merged_state(results: Sequence[Reply]) -> Reply:
+    disabled = [r["relocation_disabled"] for r in results if r["relocation_disabled"]]
+    return {
+        "pool": merged_pool([result["pool"] for result in results]),
+        "requests": _numbered(results, "requests"),
+        "relocations": _numbered(results, "relocations"),
+        "relocation_disabled": disabled[0] if disabled else None,
+        "skips": _sums([result["skips"] for result in results]),
+        "engine": _sums([result["engine"] for result in results]),
+        "engines": [{"pool": r["pool"], "engine": r["engine"]} for r in results],
+    }
+
+
+def merged_pool(pools: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Gauges of all pools together: F is that of the union of their blocks."""
+    merged: dict[str, float] = _sums(pools)
+    held = merged["retained_blocks"]
+    for name in _RATIOS:
+        weighted = sum(pool[name] * pool["retained_blocks"] for pool in pools)
+        merged[name] = weighted / held if held else 0.0
+    return merged | {name: max(pool[name] for pool in pools) for name in _COMMON}
+
+
+def _merged_receipt(results: Sequence[Reply]) -> Reply:
+    """Sums; the policy is that of an engine that ran a sequence of the answer."""
+    ran = [result for result in results if result["num_sequences"]] or results
+    counts = _sums([{name: result[name] for name in _RECEIPT_COUNTS} for result in ran])
+    return {**ran[0], **counts, "work": _sums([result["work"] for result in ran])}
+
+
+def _numbered(results: Sequence[Reply], key: str) -> list[Reply]:
+    return [{**item, "engine": i} for i, result in enumerate(results) for item in result[key]]
+
+
+def _sums(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sums by name; of an unknown number (None) the sum is unknown."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    columns = {name: [part.get(name, 0) for part in parts] for name in names}
+    return {name: None if None in values else sum(values) for name, values in columns.items()}
+
+
+_MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "snapshot": _merged_snapshot,
+    "state": _merged_state,
+    "receipt": _merged_receipt,
+    **dict.fromkeys(_CHANGES, _merged_preview),
+}

@@ -1,0 +1,224 @@
+"""Several engines answer as one: changes reach all or none, numbers are those of the whole."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from service.engine_link import EngineLink
+from service.engines import AllEngines, merged_pool, merged_pulse, utility_call
+from service.errors import RejectedError, StaleVersionError
+from service.metrics import VTokenCollector
+from vtoken.config import VTokenConfig
+
+POOL = {
+    "waste_ratio": 0.5,
+    "low_utilization_block_ratio": 0.25,
+    "live_tokens": 80,
+    "retained_blocks": 10,
+    "free_blocks": 90,
+    "effective_theta_f": 0.25,
+    "relocation_disabled": 0.0,
+}
+
+
+class Engine:
+    """The token layer of one engine, as its control channel answers."""
+
+    def __init__(self, pool: dict[str, float], max_headroom: int = 1000) -> None:
+        self.pool, self.max_headroom = pool, max_headroom
+        self.document, self.version = {"headroom_blocks": 4}, 1
+        self.receipts: dict[str, int] = {}
+
+    def answer(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
+        if op == "set_policy":
+            return self.set_policy(payload)
+        return {"ok": getattr(self, op)(payload)}
+
+    def set_policy(self, payload: dict[str, Any]) -> dict[str, Any]:
+        if payload["expected_version"] not in (None, self.version):
+            return {"error": {"type": "VersionConflict", "message": f"at {self.version}"}}
+        if (headroom := payload["changes"]["headroom_blocks"]) >= self.max_headroom:
+            bound = f"headroom_blocks < {self.max_headroom}"
+            return {"error": {"type": "ConfigError", "message": "no", "bound": bound}}
+        if payload["dry_run"]:
+            totals = {"evicted_tokens": 3, "freed_blocks": None}
+            found = {"requests": [{"request_id": "a"}], "totals": totals}
+            return {"ok": {**self.get_policy({}), **found}}
+        self.document, self.version = {"headroom_blocks": headroom}, self.version + 1
+        return {"ok": self.get_policy({})}
+
+    def get_policy(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return {"version": self.version, "document": self.document, "mode": "lazy"}
+
+    def snapshot(self, payload: dict[str, Any]) -> dict[str, Any]:
+        config = VTokenConfig().to_dict()
+        return {"stats": {"gauges": self.pool}, "config": config, "policy_version": self.version}
+
+    def state(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "pool": self.pool,
+            "requests": [{"request_id": "r"}],
+            "relocations": [{"ticket": 1}],
+            "relocation_disabled": None,
+            "skips": {"no_gain": 2},
+            "engine": {"running": 1, "waiting": 0, "steps": 5},
+        }
+
+    def receipt(self, payload: dict[str, Any]) -> dict[str, Any]:
+        num = self.receipts.pop(payload["key"], 0)
+        return {
+            "policy": "h2o" if num else None,
+            "policy_version": self.version,
+            "num_sequences": num,
+            "evicted_tokens": 10 * num,
+            "live_tokens": 20 * num,
+            "freed_blocks": num,
+            "work": {"evictions": num, "stall_seconds": 0.5 * num},
+        }
+
+
+@pytest.fixture
+def fleet() -> tuple[EngineLink, list[Engine]]:
+    """Two engines, the second with a pool of its own, and the link that a server has to them."""
+    engines = [Engine(POOL), Engine({**POOL, "waste_ratio": 0.0, "retained_blocks": 30})]
+
+    async def call_all(method: str, op: str, payload: Any) -> list[Any]:
+        assert method == "vtoken_call"
+        return [engine.answer(op, payload) for engine in engines]
+
+    core = SimpleNamespace(core_engines=[b"0", b"1"], call_utility_all_async=call_all)
+    link = EngineLink(utility_call(core), mode="lazy", is_dead=bool, timeout_seconds=5)
+    return link, engines
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+def test_one_engine_is_called_as_before():
+    """Nothing stands between the link and vLLM's call."""
+    core = SimpleNamespace(core_engines=[b"0"], call_utility_async=object())
+    assert utility_call(core) is core.call_utility_async
+
+
+def test_a_change_reaches_every_engine(fleet):
+    """And versions stay the same everywhere."""
+    link, engines = fleet
+    reply = run(link.set_policy({"headroom_blocks": 8}))
+    assert reply["version"] == 2
+    assert [engine.document["headroom_blocks"] for engine in engines] == [8, 8]
+    assert [engine.version for engine in engines] == [2, 2]
+
+
+def test_a_change_that_one_engine_refuses_changes_none(fleet):
+    """Pools may differ, and bounds with them."""
+    link, engines = fleet
+    engines[1].max_headroom = 6
+    with pytest.raises(RejectedError):
+        run(link.set_policy({"headroom_blocks": 8}))
+    assert [engine.version for engine in engines] == [1, 1]
+
+
+def test_a_stale_version_is_told(fleet):
+    """412, as with one engine."""
+    from service.engine_link import ChangeOptions
+
+    with pytest.raises(StaleVersionError):
+        run(fleet[0].set_policy({"headroom_blocks": 8}, ChangeOptions(expected_version=7)))
+
+
+def test_a_dry_run_shows_the_requests_of_all_engines(fleet):
+    """With the number of their engine; a total that one engine does not know is unknown."""
+    from service.engine_link import ChangeOptions
+
+    reply = run(fleet[0].set_policy({"headroom_blocks": 8}, ChangeOptions(dry_run=True)))
+    assert [(r["request_id"], r["engine"]) for r in reply["requests"]] == [("a", 0), ("a", 1)]
+    assert reply["totals"] == {"evicted_tokens": 6, "freed_blocks": None}
+    assert [engine.version for engine in fleet[1]] == [1, 1]
+
+
+def test_state_is_that_of_the_whole(fleet):
+    """Sums, and each engine's part beside them."""
+    state = run(fleet[0].state())
+    assert state["engine"] == {"running": 2, "waiting": 0, "steps": 10}
+    assert state["skips"] == {"no_gain": 4}
+    assert [request["engine"] for request in state["requests"]] == [0, 1]
+    assert [part["pool"]["retained_blocks"] for part in state["engines"]] == [10, 30]
+
+
+def test_waste_of_all_pools_is_weighted_by_their_blocks():
+    """F of 10 blocks half empty and 30 full ones is one eighth."""
+    pool = merged_pool([POOL, {**POOL, "waste_ratio": 0.0, "retained_blocks": 30}])
+    assert pool["waste_ratio"] == pytest.approx(0.125)
+    assert pool["retained_blocks"] == 40
+    assert pool["effective_theta_f"] == 0.25
+    empty = {**POOL, "retained_blocks": 0}
+    assert merged_pool([empty, empty])["waste_ratio"] == 0.0
+
+
+def test_receipts_add_up_wherever_the_sequences_ran(fleet):
+    """The policy is that of an engine that ran one; the other kept nothing under the key."""
+    link, engines = fleet
+    engines[1].receipts["k"] = 2
+    receipt = run(link.receipt("k"))
+    assert (receipt["policy"], receipt["num_sequences"], receipt["evicted_tokens"]) == (
+        "h2o",
+        2,
+        20,
+    )
+    engines[0].receipts["k"] = engines[1].receipts["k"] = 1
+    receipt = run(link.receipt("k"))
+    assert (receipt["num_sequences"], receipt["live_tokens"]) == (2, 40)
+    assert receipt["work"] == {"evictions": 2, "stall_seconds": 1.0}
+    assert run(link.receipt("k"))["num_sequences"] == 0
+
+
+def test_metrics_are_labelled_by_engine(fleet):
+    """Each engine's numbers, and both series from the first scrape."""
+    collector, registry = (
+        VTokenCollector("m", VTokenConfig().to_dict(), engines=("0", "1")),
+        CollectorRegistry(),
+    )
+    registry.register(collector)
+    for expected in ("0.0", "10.0"):
+        text = generate_latest(registry).decode()
+        assert f'vtoken_retained_blocks{{engine="0",model_name="m"}} {expected}' in text
+        assert 'vtoken_snapshot_age_seconds{engine="1",model_name="m"}' in text
+        collector.update(run(fleet[0].snapshot()))
+    assert 'vtoken_retained_blocks{engine="1",model_name="m"} 30.0' in text
+
+
+def test_pulse_is_that_of_all_engines():
+    """In the form of one engine's."""
+    on = {"running": 1, "waiting": 2, "steps": 3, "failed_relocations": 1.0}
+    pulses = [{**on, "relocation_disabled": None}, {**on, "relocation_disabled": "I1: lost"}]
+    assert merged_pulse(pulses) == {
+        "running": 2,
+        "waiting": 4,
+        "steps": 6,
+        "failed_relocations": 2.0,
+        "relocation_disabled": "I1: lost",
+    }
+    off = {"running": 1, "waiting": 0, "steps": None}
+    assert merged_pulse([off, off]) == {"running": 2, "waiting": 0, "steps": None}
+
+
+def test_pulse_asks_every_engine():
+    """One that hangs keeps all others from being counted as alive."""
+
+    async def call_all(method: str) -> list[Any]:
+        assert method == "vtoken_pulse"
+        return [{"running": 1, "waiting": 0, "steps": None}] * 3
+
+    assert run(AllEngines(call_all)("vtoken_pulse"))["running"] == 3
+
+
+def test_calls_without_a_rule_are_a_bug():
+    """Rather than the first engine's answer for all."""
+    with pytest.raises(ValueError, match="profile"):
+        run(AllEngines(None)("profile"))
