@@ -28,13 +28,13 @@ VALUES: dict[str, Any] = {
         "headroomBlocks": 16,
         "verify": "sampled",
     },
-    "server": {"metricsPollSeconds": 0.2},
+    "server": {"metricsPollSeconds": 0.2, "drainSeconds": 90},
     "vllm": {"kvCacheMemoryBytes": 40_000_000, "maxModelLen": 1024, "maxNumSeqs": 8},
     "auth": {
         "apiKey": {"value": API_KEY},
         "adminKeys": {"value": f"# named for the audit\n{ADMIN_KEY}\n"},
     },
-    "shutdown": {"preStopSeconds": 1, "drainSeconds": 90},
+    "shutdown": {"preStopSeconds": 1},
     "probes": {"startup": {"periodSeconds": 1, "failureThreshold": 400}},
     "prometheusRule": {"enabled": True},
 }

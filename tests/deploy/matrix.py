@@ -93,6 +93,21 @@ KEYS: Values = {
         "huggingFaceToken": {"existingSecret": "hf", "existingSecretKey": "token"},
     }
 }
+NAMED_KEYS: Values = {
+    "auth": {
+        "apiKey": {"existingSecret": "vtoken-keys"},
+        "namedApiKeys": {"existingSecret": "vtoken-api-keys"},
+        "namedAdminKeys": {"existingSecret": "vtoken-admin-keys"},
+    },
+    "server": {"adminPort": 8001, "metricsKeyRequired": True},
+    "service": {"type": "LoadBalancer"},
+    "networkPolicy": {
+        "enabled": True,
+        "adminFrom": [{"podSelector": {"matchLabels": {"role": "operator"}}}],
+    },
+    "serviceMonitor": {"enabled": True},
+    "podMonitor": {"enabled": True},
+}
 
 MATRIX: dict[str, Values] = {
     "defaults": {},
@@ -101,6 +116,7 @@ MATRIX: dict[str, Values] = {
     "monitoring": MONITORING,
     "extras": EXTRAS,
     "keys": KEYS,
+    "named-keys": NAMED_KEYS,
     "pvc-kept": {"modelCache": {"type": "pvc", "storageClassName": "fast"}},
     "pvc-shared": {
         "modelCache": {"type": "pvc", "accessModes": ["ReadWriteMany"], "keep": False},

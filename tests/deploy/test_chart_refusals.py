@@ -50,6 +50,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"vllm": {"extraArgs": ["--api-key=secret"]}},
         "vllm.extraArgs has --api-key",
     ),
+    "admin-on-the-api-port": ({"server": {"adminPort": 8000}}, "server.adminPort=8000"),
+    "admin-port-zero": ({"server": {"adminPort": 0}}, "adminPort"),
+    "scrape-without-key": (
+        {"server": {"metricsKeyRequired": True}, "serviceMonitor": {"enabled": True}},
+        "server.metricsKeyRequired with a monitor needs auth.apiKey",
+    ),
     "port-in-arguments": ({"vllm": {"extraArgs": ["--port", "1"]}}, "vllm.extraArgs has --port"),
     "keda-without-prometheus": (
         {"autoscaling": {"kind": "keda"}},
@@ -69,7 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ingress-without-host": ({"ingress": {"enabled": True}}, "ingress.hosts"),
     "route-without-gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
-    "no-drain": ({"shutdown": {"drainSeconds": 0}}, "drainSeconds"),
+    "no-drain": ({"server": {"drainSeconds": 0}}, "drainSeconds"),
 }
 
 

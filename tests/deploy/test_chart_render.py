@@ -81,11 +81,12 @@ def test_every_object_has_the_release_namespace_and_labels(helm4: Helm) -> None:
 
 
 def test_grace_period_is_the_sum_and_follows(helm4: Helm) -> None:
-    """terminationGracePeriodSeconds = preStop + drain + margin, and vLLM gets the drain."""
-    objects = helm4.template({"shutdown": {"preStopSeconds": 7, "drainSeconds": 300}})
+    """terminationGracePeriodSeconds = preStop + drain + margin, and the program gets the drain."""
+    values = {"shutdown": {"preStopSeconds": 7}, "server": {"drainSeconds": 300}}
+    objects = helm4.template(values)
     pod = find(objects, "Deployment")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 7 + 300 + 15
-    assert "--shutdown-timeout=300" in pod["containers"][0]["args"]
+    assert find(objects, "ConfigMap", "vtoken-serve")["data"]["VTOKEN_DRAIN_SECONDS"] == "300"
     assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
 
 

@@ -2,14 +2,16 @@
 
     python3 smoke.py http://service:80
 
-Standard library only. Reads SMOKE_API_KEY, SMOKE_ADMIN_KEYS (one per line), SMOKE_MODE and
-SMOKE_TIMEOUT_SECONDS. Exit code 1 with one sentence if anything is not as it should be.
+Standard library only. Reads SMOKE_API_KEY, SMOKE_ADMIN_KEYS (one per line), SMOKE_ADMIN_URL if
+admin has another port, SMOKE_MODE and SMOKE_TIMEOUT_SECONDS. Exit code 1 with one sentence if
+anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import urllib.error
 import urllib.request
@@ -58,9 +60,9 @@ def check_chat(base: str, key: str) -> None:
     print(f"chat: {model} answered with {num_tokens} tokens")
 
 
-def check_metrics(base: str) -> None:
+def check_metrics(base: str, key: str) -> None:
     """vLLM's metrics and ours are on one page."""
-    text = call("GET", f"{base}/metrics", "")
+    text = call("GET", f"{base}/metrics", key)
     for name in ("vllm:num_requests_running", "vtoken_policy_info"):
         if f"\n{name}{{" not in text:
             raise SmokeError(f"/metrics has no {name}")
@@ -80,15 +82,24 @@ def check_policy(base: str, key: str) -> None:
     print(f"policy: theta_f {old} -> {new} -> {old}")
 
 
+def first_key(text: str) -> str:
+    """The first key of a key file, whose lines are `name: key` or a bare key; "" without any."""
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    return re.sub(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:\s+", "", keys[0]) if keys else ""
+
+
 def main() -> int:
     """Run the checks; returns the exit code."""
     base = sys.argv[1].rstrip("/")
-    admin_keys = os.environ.get("SMOKE_ADMIN_KEYS", "").split()
+    admin_key = first_key(os.environ.get("SMOKE_ADMIN_KEYS", ""))
+    admin_url = os.environ.get("SMOKE_ADMIN_URL", base)
+    api_key = os.environ.get("SMOKE_API_KEY", "")
     try:
-        check_chat(base, os.environ.get("SMOKE_API_KEY", ""))
-        check_metrics(base)
-        if admin_keys and os.environ.get("SMOKE_MODE") != "off":
-            check_policy(base, admin_keys[0])
+        check_chat(base, api_key)
+        check_metrics(base, api_key)
+        if admin_key and os.environ.get("SMOKE_MODE") != "off":
+            check_policy(admin_url, admin_key)
         else:
             print("policy: not checked (mode off, or no admin key)")
     except SmokeError as error:

@@ -3,12 +3,21 @@
 {{- default (printf "namespace=\"%s\",pod=~\"%s-.+\"" .Release.Namespace (include "vtoken.fullname" .)) .Values.prometheusRule.selector -}}
 {{- end -}}
 
-{{/* An endpoint of a ServiceMonitor or PodMonitor. */}}
+{{/* An endpoint of a ServiceMonitor or PodMonitor: (list . .Values.serviceMonitor). */}}
 {{- define "vtoken.scrapeEndpoint" -}}
+{{- $root := index . 0 -}}
+{{- with index . 1 -}}
 port: http
 path: /metrics
 interval: {{ .interval }}
 scrapeTimeout: {{ .scrapeTimeout }}
+{{- if $root.Values.server.metricsKeyRequired }}
+authorization:
+  type: Bearer
+  credentials:
+    name: {{ include "vtoken.secretName" (list $root "apiKey") }}
+    key: {{ $root.Values.auth.apiKey.existingSecretKey }}
+{{- end }}
 {{- with .relabelings }}
 relabelings:
   {{- toYaml . | nindent 2 }}
@@ -17,4 +26,5 @@ relabelings:
 metricRelabelings:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
 {{- end -}}

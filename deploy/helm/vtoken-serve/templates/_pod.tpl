@@ -79,6 +79,10 @@ env:
 ports:
   - name: http
     containerPort: 8000
+{{- with .Values.server.adminPort }}
+  - name: admin
+    containerPort: {{ int64 . }}
+{{- end }}
 {{- range $name, $probe := .Values.probes }}
 {{ $name }}Probe:
   httpGet:
@@ -106,7 +110,18 @@ volumeMounts:
   {{- if include "vtoken.secretName" (list . "adminKeys") }}
   - {name: admin-keys, mountPath: /etc/vtoken/admin, readOnly: true}
   {{- end }}
+  {{- range $key, $folder := include "vtoken.keyFolders" . | fromYaml }}
+  {{- if include "vtoken.secretName" (list $ $key) }}
+  - {name: {{ base $folder }}, mountPath: {{ $folder }}, readOnly: true}
+  {{- end }}
+  {{- end }}
   {{- with .Values.extraVolumeMounts }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end -}}
+
+{{/* Where Secrets of named keys are mounted, by their place in `auth`. */}}
+{{- define "vtoken.keyFolders" -}}
+namedAdminKeys: /etc/vtoken/named-admin-keys
+namedApiKeys: /etc/vtoken/named-api-keys
 {{- end -}}
 
 {{- define "vtoken.secretEnv" -}}
@@ -123,6 +138,13 @@ volumeMounts:
 {{- if include "vtoken.secretName" (list . "adminKeys") }}
 - name: VTOKEN_ADMIN_KEY_FILE
   value: /etc/vtoken/admin/keys
+{{- end }}
+{{- $folders := include "vtoken.keyFolders" . | fromYaml }}
+{{- range $key, $variable := dict "namedAdminKeys" "VTOKEN_ADMIN_KEYS_DIR" "namedApiKeys" "VTOKEN_API_KEYS_DIR" }}
+{{- if include "vtoken.secretName" (list $ $key) }}
+- name: {{ $variable }}
+  value: {{ index $folders $key }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -163,6 +185,13 @@ volumeMounts:
     secretName: {{ . }}
     items:
       - {key: {{ $.Values.auth.adminKeys.existingSecretKey }}, path: keys}
+{{- end }}
+{{- range $key, $folder := include "vtoken.keyFolders" . | fromYaml }}
+{{- with include "vtoken.secretName" (list $ $key) }}
+- name: {{ base $folder }}
+  secret:
+    secretName: {{ . }}
+{{- end }}
 {{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}

@@ -18,6 +18,9 @@ VTOKEN_{{ $key | snakecase | upper }}: {{ include "vtoken.text" $value | quote }
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if .Values.server.adminPort }}
+VTOKEN_ADMIN_HOST: "0.0.0.0"
+{{- end }}
 HF_HUB_OFFLINE: {{ .Values.vllm.model | empty | ternary "1" "0" | quote }}
 HF_HOME: {{ .Values.modelCache.mountPath }}/huggingface
 XDG_CACHE_HOME: {{ .Values.modelCache.mountPath }}
@@ -30,7 +33,6 @@ XDG_CACHE_HOME: {{ .Values.modelCache.mountPath }}
 {{- end }}
 - --host=0.0.0.0
 - --port=8000
-- --shutdown-timeout={{ int64 .Values.shutdown.drainSeconds }}
 {{- range $key := list "maxModelLen" "dtype" "kvCacheMemoryBytes" "gpuMemoryUtilization" "maxNumSeqs" "blockSize" }}
 {{- $value := index $vllm $key }}
 {{- if not (or (kindIs "invalid" $value) (eq (toString $value) "")) }}
@@ -58,7 +60,7 @@ XDG_CACHE_HOME: {{ .Values.modelCache.mountPath }}
 {{/* preStop + drain + margin: the least that loses no stream. */}}
 {{- define "vtoken.neededGraceSeconds" -}}
 {{- with .Values.shutdown -}}
-{{ add (int64 .preStopSeconds) (int64 .drainSeconds) (int64 .marginSeconds) }}
+{{ add (int64 .preStopSeconds) (int64 $.Values.server.drainSeconds) (int64 .marginSeconds) }}
 {{- end -}}
 {{- end -}}
 

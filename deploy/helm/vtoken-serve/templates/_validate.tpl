@@ -33,7 +33,7 @@
 {{- $needed := int64 (include "vtoken.neededGraceSeconds" .) -}}
 {{- $grace := int64 (include "vtoken.graceSeconds" .) -}}
 {{- if lt $grace $needed -}}
-{{- fail (printf "terminationGracePeriodSeconds=%d is less than shutdown.preStopSeconds + drainSeconds + marginSeconds = %d: streams would be cut; raise it or leave it null" $grace $needed) -}}
+{{- fail (printf "terminationGracePeriodSeconds=%d is less than shutdown.preStopSeconds + server.drainSeconds + shutdown.marginSeconds = %d: streams would be cut; raise it or leave it null" $grace $needed) -}}
 {{- end -}}
 {{- $parallel := int (default 0 .Values.vllm.tensorParallelSize) -}}
 {{- if and (gt (int .Values.gpu.count) 0) (gt $parallel (int .Values.gpu.count)) -}}
@@ -66,6 +66,13 @@
 {{- end -}}
 
 {{- define "vtoken.validateNetwork" -}}
+{{- $scraped := or .Values.serviceMonitor.enabled .Values.podMonitor.enabled -}}
+{{- if and .Values.server.metricsKeyRequired $scraped (not (include "vtoken.secretName" (list . "apiKey"))) -}}
+{{- fail "server.metricsKeyRequired with a monitor needs auth.apiKey, the key that Prometheus sends" -}}
+{{- end -}}
+{{- if eq (int64 (default 0 .Values.server.adminPort)) 8000 -}}
+{{- fail "server.adminPort=8000 is the port of the API" -}}
+{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.enabled needs at least one entry in ingress.hosts" -}}
 {{- end -}}
