@@ -1,0 +1,91 @@
+"""What is refused at start, each with its reason; and what is not."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from vtoken.errors import UnsupportedError
+from vtoken.integration.vllm.support import check_supported
+
+PARALLEL = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "use_ubatching": False,
+}
+MODEL = {
+    "runner_type": "generate",
+    "use_mla": False,
+    "is_hybrid": False,
+    "is_encoder_decoder": False,
+    "is_multimodal_model": False,
+    "is_moe": False,
+}
+
+
+def make_config(model=(), parallel=(), **others):
+    """As much of vLLM's configuration as is looked at."""
+    defaults = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "use_v2_model_runner": False,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**MODEL | dict(model)),
+        parallel_config=SimpleNamespace(**PARALLEL | dict(parallel)),
+        **defaults | others,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"parallel": {"tensor_parallel_size": 4}},
+        {"parallel": {"data_parallel_size": 2}},
+        {"parallel": {"data_parallel_size": 2, "tensor_parallel_size": 2}},
+        {"model": {"is_moe": True}, "parallel": {"tensor_parallel_size": 2}},
+        {"use_v2_model_runner": True},
+        {"cache_config": SimpleNamespace(cache_dtype="bfloat16")},
+    ],
+)
+def test_supported_configurations_pass(options):
+    """Ranks that share the heads, engines that share nothing, either runner."""
+    check_supported(make_config(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2.* last one"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, "decode_.*=2.* different tokens"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_.*=2.* different tokens"),
+        (
+            {"model": {"is_moe": True}, "parallel": {"data_parallel_size": 2}},
+            "data_parallel_size=2 with experts",
+        ),
+        ({"parallel": {"use_ubatching": True}}, "dual batch overlap"),
+        ({"model": {"runner_type": "pooling"}}, "runner 'pooling'"),
+        ({"model": {"use_mla": True}}, "MLA"),
+        ({"model": {"is_hybrid": True}}, "state-space"),
+        ({"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
+        ({"model": {"is_multimodal_model": True}}, "multimodal"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"kv_transfer_config": object()}, "KV connectors"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, "kv_cache_dtype='fp8'"),
+    ],
+)
+def test_everything_else_is_refused_with_its_reason(options, reason):
+    """And with the way out."""
+    with pytest.raises(UnsupportedError, match=rf"{reason}.*Use --vtoken-mode off"):
+        check_supported(make_config(**options))
+
+
+def test_all_reasons_are_listed_at_once():
+    """Not one per attempt."""
+    config = make_config(parallel={"pipeline_parallel_size": 2}, speculative_config=object())
+    with pytest.raises(UnsupportedError, match=r"speculative.*; pipeline"):
+        check_supported(config)
