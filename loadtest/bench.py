@@ -14,6 +14,7 @@ from loadtest.client import Client
 from loadtest.drive import closed_loop, open_loop
 from loadtest.fleet import Arm, Fleet
 from loadtest.latency import Answer
+from loadtest.outcome import Outcome
 from loadtest.probe import Metrics, Sample, Sampler
 from loadtest.workloads import Job, Lengths
 
@@ -81,6 +82,8 @@ class Bench:
         size: ``full``, ``quick`` or ``smoke``.
         overrides: fields of the scenario's size that were given on the command line.
         notes: sentences for the report; scenarios add to them.
+        failures: reasons of requests that failed.
+        outcome: what the scenario has measured so far.
     """
 
     fleet: Fleet
@@ -90,6 +93,12 @@ class Bench:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    def begin(self, outcome: Outcome) -> Outcome:
+        """The outcome to fill, known here from now on: an error later does not lose it."""
+        self.outcome = outcome
+        return outcome
 
     def sized(self, sizes: Mapping[str, S]) -> S:
         """The scenario's size with the overrides put in.

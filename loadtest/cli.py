@@ -101,7 +101,7 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
             for name in names:
                 try:
                     await run_one(bench_of(fleet, size, arguments), name, arguments.out)
-                except (StartError, ServiceError, RuntimeError, ValueError) as error:
+                except (StartError, ServiceError, RuntimeError, ValueError, OSError) as error:
                     logger.exception("%s failed: %s", name, error)
                     exit_code = 1
                 await fleet.release()
@@ -121,22 +121,38 @@ def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:
 
 
 async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
-    """Run one scenario and write its files; the result as in the JSON."""
+    """Run one scenario and write its files; the result as in the JSON.
+
+    Raises:
+        Exception: the scenario's own; what it had measured is written all the same.
+    """
     module = scenarios.load(name)
     before, started = load_average(), time.monotonic()
-    outcome = await module.run(bench)
-    minutes = round((time.monotonic() - started) / 60, 1)
+    error: Exception | None = None
+    try:
+        outcome = await module.run(bench)
+    except Exception as caught:  # whatever it was: hours of samples are kept
+        if bench.outcome is None or not bench.outcome.arms:
+            raise
+        outcome, error = bench.outcome, caught
+        bench.notes.append(f"ended early, what was there is here: {caught}")
     result = report.build(
         name,
         outcome,
         command=command_of(name, bench),
         size=bench.size,
-        load={"before": before, "after": load_average(), "minutes": minutes},
+        load={
+            "before": before,
+            "after": load_average(),
+            "minutes": round((time.monotonic() - started) / 60, 1),
+        },
         notes=[*bench.notes, *(f"failed: {reason}" for reason in bench.failures)],
     )
     path = report.write(result, out)
     plots.draw(result, getattr(module, "PLOTS", ()), out)
     print(f"\n{report.table(result)}\n\n{report.comparison_table(result)}\n\n{path}", flush=True)
+    if error is not None:
+        raise error
     return result
 
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.client import Client
+from loadtest.client import Client, ServiceError
 
 POLL_SECONDS = 0.2
+MAX_MISSED = 5
+"""Samples of one run that may fail: an engine in a long step does not answer in time."""
 STEPS = "vllm:iteration_tokens_total_count"
+
+logger = logging.getLogger(__name__)
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -118,13 +124,19 @@ def sample_of_state(state: Mapping[str, Any], now: float) -> Sample:
 
 
 class Sampler:
-    """Takes samples in the background while its ``async with`` block runs."""
+    """Takes samples in the background while its ``async with`` block runs.
+
+    Attributes:
+        samples: taken so far.
+        num_missed: that could not be taken.
+    """
 
     def __init__(self, client: Client, *, is_off: bool, seconds: float = POLL_SECONDS) -> None:
         self._client = client
         self._is_off = is_off
         self._seconds = seconds
         self.samples: list[Sample] = []
+        self.num_missed = 0
 
     async def __aenter__(self) -> Sampler:
         """Start."""
@@ -146,7 +158,13 @@ class Sampler:
 
     async def _run(self) -> None:
         while True:
-            self.samples.append(await take_sample(self._client, is_off=self._is_off))
+            try:
+                self.samples.append(await take_sample(self._client, is_off=self._is_off))
+            except (ServiceError, httpx.HTTPError) as error:
+                self.num_missed += 1
+                if self.num_missed > MAX_MISSED:
+                    raise
+                logger.warning("no sample: %s", error)
             await asyncio.sleep(self._seconds)
 
 

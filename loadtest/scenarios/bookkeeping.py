@@ -30,8 +30,8 @@ async def run(bench: Bench) -> Outcome:
     """
     options = OPTIONS[bench.size]
     repeats = bench.repeats or REPEATS[bench.size]
-    outcome = Outcome(
-        config={"benchmark": ["benchmarks.bookkeeping", *options], "repeats": repeats}
+    outcome = bench.begin(
+        Outcome(config={"benchmark": ["benchmarks.bookkeeping", *options], "repeats": repeats})
     )
     for _ in range(repeats):
         for case in await _run_once(options):

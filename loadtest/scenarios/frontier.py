@@ -105,7 +105,7 @@ async def run(bench: Bench) -> Outcome:
     """Measure both views on every pool, from ample to tight."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(config=_describe(size, repeats), details={"paper": PAPER})
+    outcome = bench.begin(Outcome(config=_describe(size, repeats), details={"paper": PAPER}))
     for num_blocks in size.pools:
         arms = await make_arms(bench, size, num_blocks)
         await _saturate(bench, size, outcome, arms, num_blocks, repeats)

@@ -64,7 +64,9 @@ async def run(bench: Bench) -> Outcome:
     """Measure every arm at every context length."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(config=_describe(size, repeats), details={"paper": PAPER, "stalls": {}})
+    outcome = bench.begin(
+        Outcome(config=_describe(size, repeats), details={"paper": PAPER, "stalls": {}})
+    )
     for with_hog, contexts in ((False, size.contexts), (True, size.hog_contexts)):
         for context in contexts:
             await _measure(bench, size, outcome, context, repeats, with_hog=with_hog)

@@ -70,7 +70,7 @@ async def run(bench: Bench) -> Outcome:
     """Measure every arm on every workload."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(config=describe(size, repeats))
+    outcome = bench.begin(Outcome(config=describe(size, repeats)))
     outcome.details["paper"] = PAPER
     for workload in size.workloads:
         arms = make_arms(size, workload)

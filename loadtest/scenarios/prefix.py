@@ -59,7 +59,7 @@ async def run(bench: Bench) -> Outcome:
     """Measure every arm at every degree of sharing."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(config=_describe(size, repeats), details={"paper": PAPER})
+    outcome = bench.begin(Outcome(config=_describe(size, repeats), details={"paper": PAPER}))
     document = {"policy": "random", "keep_ratio": size.keep_ratio, **RECLAIM_EAGERLY}
     arms = {
         name: Arm(name, mode, {**document, "theta_f": 0.0, **own}, size.engine)

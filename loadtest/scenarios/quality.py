@@ -31,7 +31,7 @@ PLOTS = (
 async def run(bench: Bench) -> Outcome:
     """Measure identity, then damage."""
     size = bench.sized(SIZES)
-    outcome = Outcome(config=_describe(size), details={"paper": PAPER})
+    outcome = bench.begin(Outcome(config=_describe(size), details={"paper": PAPER}))
     for policy in size.identity_policies:
         await _identity(bench, size, outcome, policy)
     await bench.fleet.release()

@@ -75,20 +75,22 @@ async def run(bench: Bench) -> Outcome:
     """Measure every value of every setting."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(
-        config={
-            "mode": "lazy",
-            "policy": size.policy,
-            "defaults": {"keep_ratio": 0.5, "theta_f": 0.25, **RECLAIM_EAGERLY},
-            "settings": {name: list(values) for name, values in size.settings.items()},
-            "workload": sources((size.workload,)),
-            "requests_at_once": size.lengths.num_jobs,
-            "prompt_tokens": size.lengths.num_prompt_tokens,
-            "output_tokens": size.lengths.num_output_tokens,
-            "repeats": repeats,
-            "engine": Engine().arguments("lazy"),
-        },
-        details={"paper": PAPER},
+    outcome = bench.begin(
+        Outcome(
+            config={
+                "mode": "lazy",
+                "policy": size.policy,
+                "defaults": {"keep_ratio": 0.5, "theta_f": 0.25, **RECLAIM_EAGERLY},
+                "settings": {name: list(values) for name, values in size.settings.items()},
+                "workload": sources((size.workload,)),
+                "requests_at_once": size.lengths.num_jobs,
+                "prompt_tokens": size.lengths.num_prompt_tokens,
+                "output_tokens": size.lengths.num_output_tokens,
+                "repeats": repeats,
+                "engine": Engine().arguments("lazy"),
+            },
+            details={"paper": PAPER},
+        )
     )
     for setting, values in size.settings.items():
         arms = {arm.name: arm for arm in (make_arm(size, setting, value) for value in values)}

@@ -63,7 +63,7 @@ async def run(bench: Bench) -> Outcome:
     """Sweep both modes, once per repeat, with the repeat's own limit."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(config=_describe(size, repeats, BUDGET_TOKENS[bench.size]))
+    outcome = bench.begin(Outcome(config=_describe(size, repeats, BUDGET_TOKENS[bench.size])))
     outcome.details |= {"paper": PAPER, "limits_ms": {}}
     for policy in size.policies:
         arms = make_arms(size, policy, BUDGET_TOKENS[bench.size])

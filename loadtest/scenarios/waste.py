@@ -45,18 +45,20 @@ async def run(bench: Bench) -> Outcome:
     """Measure every policy on every workload in mode ``naive``."""
     size = bench.sized(SIZES)
     repeats = bench.repeats or size.repeats
-    outcome = Outcome(
-        config={
-            "mode": "naive",
-            "keep_ratio": size.keep_ratio,
-            "workloads": sources(size.workloads),
-            "requests_at_once": size.lengths.num_jobs,
-            "prompt_tokens": size.lengths.num_prompt_tokens,
-            "output_tokens": size.lengths.num_output_tokens,
-            "repeats": repeats,
-            "engine": Engine().arguments("naive"),
-        },
-        details={"paper": PAPER},
+    outcome = bench.begin(
+        Outcome(
+            config={
+                "mode": "naive",
+                "keep_ratio": size.keep_ratio,
+                "workloads": sources(size.workloads),
+                "requests_at_once": size.lengths.num_jobs,
+                "prompt_tokens": size.lengths.num_prompt_tokens,
+                "output_tokens": size.lengths.num_output_tokens,
+                "repeats": repeats,
+                "engine": Engine().arguments("naive"),
+            },
+            details={"paper": PAPER},
+        )
     )
     for workload in size.workloads:
         arms = {

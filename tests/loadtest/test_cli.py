@@ -73,6 +73,24 @@ def test_failing_scenario_does_not_stop_the_others(tmp_path, monkeypatch):
     assert cli.main(["sla", "--out", str(tmp_path)]) == 0
 
 
+def test_what_was_measured_before_an_error_is_kept(service, tmp_path, monkeypatch):
+    """Hours of samples are not lost with the service: the files are there, with the reason."""
+    waste = cli.scenarios.load("waste")
+    original = waste.run
+
+    async def run(bench):
+        await original(bench)
+        raise StartError("the second service")
+
+    monkeypatch.setattr(waste, "run", run)
+    (tmp_path / "key").write_text(KEY)
+    options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
+    assert cli.main(["waste", *options, "--out", str(tmp_path)]) == 1
+    result = json.loads((tmp_path / "waste.json").read_text())
+    assert result["arms"]
+    assert "ended early, what was there is here: the second service" in result["notes"]
+
+
 def test_sigterm_ends_the_services(tmp_path, monkeypatch):
     """The fleet is left as after an error; the exit code tells the signal."""
     left = []
