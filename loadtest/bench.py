@@ -81,6 +81,7 @@ class Bench:
         repeats: of each arm, or 0: as the scenario's size says.
         size: ``full``, ``quick`` or ``smoke``.
         overrides: fields of the scenario's size that were given on the command line.
+        model: name of the folder that is served; empty for the embedded model.
         notes: sentences for the report; scenarios add to them.
         failures: reasons of requests that failed.
         outcome: what the scenario has measured so far.
@@ -91,6 +92,7 @@ class Bench:
     size: str = "full"
     poll_seconds: float = 0.2
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
     notes: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     outcome: Outcome | None = None

@@ -117,7 +117,8 @@ def _end_on_sigterm() -> None:
 
 def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:
     """A bench for one scenario."""
-    return Bench(fleet, arguments.repeats, size, overrides=arguments.set)
+    name = Path(arguments.model).name
+    return Bench(fleet, arguments.repeats, size, overrides=arguments.set, model=name)
 
 
 async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
@@ -136,6 +137,7 @@ async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
             raise
         outcome, error = bench.outcome, caught
         bench.notes.append(f"ended early, what was there is here: {caught}")
+    outcome.config = {"model": bench.model or "embedded (SmolLM2-135M, bf16)", **outcome.config}
     result = report.build(
         name,
         outcome,
@@ -161,4 +163,5 @@ def command_of(name: str, bench: Bench) -> str:
     options = [f"--{bench.size}"] if bench.size != "full" else []
     options += [f"--repeats {bench.repeats}"] if bench.repeats else []
     options += [f"--set '{key}={json.dumps(value)}'" for key, value in bench.overrides.items()]
+    options += [f"--model {bench.model}"] if bench.model else []
     return " ".join([PROGRAM, name, *options])

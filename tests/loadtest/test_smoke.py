@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,31 +11,13 @@ from pathlib import Path
 import pytest
 
 from loadtest import scenarios
-from tests.engine.tiny_model import ENVIRONMENT, VOCABULARY, ensure_tiny_model
+from tests.engine.tiny_model import ENVIRONMENT
+from tests.loadtest.model import make_model
 
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in scenarios.NAMES if name != "bookkeeping"]  # needs no service
-
-
-def make_model(folder: Path) -> Path:
-    """The tiny model with a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    shutil.copytree(ensure_tiny_model(), folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<unk>", "<s>", "</s>"]
-    rest = [f"<{n}>" for n in range(VOCABULARY - len(alphabet) - len(special))]
-    vocabulary = {token: i for i, token in enumerate([*special, *alphabet, *rest])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
