@@ -1,6 +1,6 @@
 """``GET /admin/blocks``: the pool block by block, for the page at ``/vtoken/ui``.
 
-Drawing it up takes the engine's time between two steps (0.3 µs a block), so however many people
+Drawing it up takes the engine's time between two steps (0.5 µs a block), so however many people
 look and however often they ask, the engine is asked so rarely that maps take at most
 :data:`MAX_ENGINE_RATIO` of its time; in between everybody gets the last map.
 """
@@ -19,7 +19,7 @@ from service.auth import require_admin
 from service.engine_link import EngineLink
 
 MAX_CELLS = 4096
-"""A larger pool is summed up: a screen shows no more, and 4096 cells are some 40 KiB."""
+"""A larger pool is summed up: a screen shows no more, and 4096 cells are some 60 KiB."""
 MAX_ENGINE_RATIO = 0.005
 MIN_INTERVAL_SECONDS = 0.5
 

@@ -88,7 +88,7 @@ class Page {
     this.samples.add({
       time: now, waste: pool.waste_ratio, theta: pool.effective_theta_f, retained: pool.retained_blocks, ideal: pool.ideal_blocks,
     });
-    this.map.show(map);
+    this.map.show(map, state.engines?.length ?? 1);
     this.waste.draw(this.samples.list, now);
     this.blocks.draw(this.samples.list, now);
     showNumbers(byId("numbers"), state);

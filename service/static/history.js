@@ -19,7 +19,7 @@ export async function showHistory(place) {
 
 function row({ version, at, by, action, apply_to: applyTo, note, changes, rolled_back_to: target }) {
   const line = document.createElement("tr");
-  const what = Object.entries(changes).map(([name, { from, to }]) => `${name}: ${text(from)} → ${text(to)}`);
+  const what = Object.entries(changes).map(difference);
   const remarks = [
     action === "rollback" ? `back to version ${target}` : action === "patch" ? "" : action,
     applyTo === "new" ? "new requests only" : "",
@@ -34,6 +34,10 @@ function row({ version, at, by, action, apply_to: applyTo, note, changes, rolled
     line.append(cell);
   }
   return line;
+}
+
+export function difference([name, { from, to }]) {
+  return `${name}: ${text(from)} → ${text(to)}`;
 }
 
 function text(value) {

@@ -98,13 +98,14 @@ export class BlockMap {
     canvas.addEventListener("keydown", (event) => this.step(event));
   }
 
-  show(map) {
+  show(map, numEngines) {
     this.map = map;
+    const engine = numEngines > 1 ? `Of ${numEngines} engines, the first: ` : "";
     const sum = (name) => map[name].reduce((total, value) => total + value, 0);
     const held = sum("held");
     const mean = held ? `, on average ${percent(sum("live") / (held * map.block_size))} full` : "";
     const group = map.blocks_per_cell > 1 ? ` One cell is ${map.blocks_per_cell} neighbouring blocks.` : "";
-    this.summary.textContent =
+    this.summary.textContent = engine +
       `${held} of ${map.num_blocks} blocks of ${map.block_size} tokens are held${mean}; ` +
       `${sum("shared")} shared, ${sum("moving")} in relocation, ${sum("cached")} free with cached content.${group}`;
     this.draw();

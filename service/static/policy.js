@@ -1,7 +1,9 @@
 // The policy form: sends only what was changed, and only if the document is still the one shown.
 
 import { ApiError, ask } from "./api.js";
-import { showHistory } from "./history.js";
+import { difference, showHistory } from "./history.js";
+
+const MAX_PREVIEWED = 20;
 
 const byId = (id) => document.getElementById(id);
 
@@ -72,8 +74,7 @@ export class PolicyForm {
   }
 
   showEffect(reply) {
-    const { document: _, version: __, mode: ___, dry_run: ____, ...effect } = reply;
-    byId("policy-effect").textContent = JSON.stringify(effect, null, 2);
+    byId("policy-effect").textContent = effect(reply).join("\n");
     byId("policy-effect").hidden = false;
     this.say("Nothing was changed. This is what would happen:");
   }
@@ -94,6 +95,22 @@ export class PolicyForm {
   busy(isBusy) {
     for (const button of byId("policy").querySelectorAll("button")) button.disabled = isBusy;
   }
+}
+
+// The answer of a dry run as lines of text.
+function effect({ changes, warnings, requests, totals }) {
+  const blocks = totals.freed_blocks === null ? "an unknown number of" : totals.freed_blocks;
+  const shown = requests.slice(0, MAX_PREVIEWED), left = requests.length - shown.length;
+  return [
+    ...Object.entries(changes).map(difference),
+    ...warnings.map((warning) => `Warning: ${warning}`),
+    `${requests.length} running requests would lose ${totals.evicted_tokens} tokens at once, which frees ${blocks} blocks before repacking:`,
+    ...shown.map((one) => {
+      const packed = one.freed_blocks_repacked === null ? "" : `, at most ${one.freed_blocks_repacked} blocks once repacked`;
+      return `  ${one.request_id}: ${one.policy}, ${one.evicted_tokens} of ${one.live_tokens} tokens ${one.next_eviction}${packed}`;
+    }),
+    ...(left > 0 ? [`  and ${left} more`] : []),
+  ];
 }
 
 function makeField({ name, kind, choices, help }, value) {
