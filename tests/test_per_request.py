@@ -246,6 +246,15 @@ def test_receipt_has_the_layers_numbers() -> None:
 
 
 def test_receipt_sums_sequences_and_replaces_earlier_lives() -> None:
+def test_receipt_leaves_out_tokens_in_flight() -> None:
+    """Scheduled ahead of an end that nobody knew of: they are not of the answer."""
+    layer, pool = make_layer(policy="streaming_llm", budget_tokens=8)
+    evict(layer, make_request(layer, pool, num_tokens=20, options=receipt_options()))
+    layer.forget("a", 1)
+    found = layer.receipt("k")
+    assert (found["evicted_tokens"], found["live_tokens"]) == (12, 7)
+
+
     """A preempted request is counted once, as it was at its end."""
     layer, pool = make_layer(policy="streaming_llm", budget_tokens=8)
     options = receipt_options(policy="random", budget_tokens=10)

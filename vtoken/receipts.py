@@ -46,9 +46,11 @@ class Receipts:
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, dict[str, Receipt]] = OrderedDict()
 
-    def add(self, kv: RequestKV, policy: str, policy_version: int) -> None:
+    def add(self, kv: RequestKV, policy: str, policy_version: int, num_in_flight: int = 0) -> None:
         """Keep the request's numbers; those of an earlier life of it are replaced.
 
+        Tokens in flight when it ended are not of its answer: they count as little as ones that
+        were never scheduled.
         Without a key (``vtoken_receipt: true`` of an offline caller) nobody could fetch them.
         """
         key = kv.options.receipt
@@ -59,7 +61,7 @@ class Receipts:
             policy,
             policy_version,
             kv.num_evicted,
-            kv.num_live,
+            kv.num_live - num_in_flight,
             freed,
             kv.num_evictions,
             kv.num_relocations,

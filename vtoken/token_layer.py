@@ -121,13 +121,18 @@ class TokenLayer:
             self._observe_what_is_needed()
         return kv
 
-    def forget(self, req_id: str) -> None:
-        """Stop tracking a request whose blocks vLLM is about to free; unknown ids are fine."""
+    def forget(self, req_id: str, num_in_flight: int = 0) -> None:
+        """Stop tracking a request whose blocks vLLM is about to free; unknown ids are fine.
+
+        Args:
+            req_id: request.
+            num_in_flight: of its tokens, those that are still being computed, for nothing.
+        """
         kv = self.requests.pop(req_id, None)
         if kv is None:
             return
         if kv.options.receipt:
-            self._add_receipt(kv)
+            self._add_receipt(kv, num_in_flight)
         if self._may_need_other_signals(kv):
             self._observe_what_is_needed()
         self.stats.observe("request_retained_blocks", kv.blocks.retained)
@@ -473,9 +478,9 @@ class TokenLayer:
             taken["policy_version"] = self.policy_version
         return taken
 
-    def _add_receipt(self, kv: RequestKV) -> None:
+    def _add_receipt(self, kv: RequestKV, num_in_flight: int = 0) -> None:
         version = self.evictor.document_of(kv).version
-        self.receipts.add(kv, self.evictor.policy_of(kv).name, version)
+        self.receipts.add(kv, self.evictor.policy_of(kv).name, version, num_in_flight)
 
     def _check_pool(self, config: VTokenConfig) -> None:
         """Refuse what this pool cannot hold."""

@@ -25,8 +25,9 @@ def main(spec_path: str, result_path: str) -> None:
     spec = json.loads(Path(spec_path).read_text())
     prepare_environment(spec)
     arm = Arm(spec)
-    results = {workload["name"]: arm.run(workload) for workload in spec["workloads"]}
-    Path(result_path).write_text(json.dumps(results))
+    for workload in spec["workloads"]:
+        arm.results[workload["name"]] = arm.run(workload)
+    Path(result_path).write_text(json.dumps(arm.results))
 
 
 def prepare_environment(spec: dict[str, Any]) -> None:
@@ -79,6 +80,7 @@ class Arm:
         self.layer = getattr(self.scheduler, "layer", None)
         self.token_ids = self._make_token_ids(kwargs)
         self.num_requests = 0
+        self.results: dict[str, Any] = {}
 
     def _make_token_ids(self, kwargs: dict[str, Any]) -> list[int]:
         """A stream of tokens to cut prompts from; random where the model has no tokenizer."""
@@ -113,6 +115,9 @@ class Arm:
             logprobs=workload.get("logprobs"),
             detokenize=False,
         )
+        if workload.get("stop_at"):  # [earlier workload, request, number of its token]
+            name, request, number = workload["stop_at"]
+            params.stop_token_ids = [self.results[name]["tokens"][request][number]]
         ids = []
         prompts = workload.get("prompt_tokens") or [
             self.token_ids[start : start + length] for start, length in workload["prompts"]

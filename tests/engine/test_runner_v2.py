@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine import test_tensor_parallel
+from tests.engine import test_stress, test_tensor_parallel
 from tests.engine.conftest import RunArm
 from tests.engine.oracle import DenseOracle, lives_of
-from tests.engine.tiny_model import BYTES_PER_TOKEN
+from tests.engine.tiny_model import BYTES_PER_TOKEN, ENVIRONMENT
 from tests.engine.workloads import make_prompts, make_workload
 
 pytestmark = [pytest.mark.engine, pytest.mark.identity, pytest.mark.gpu_interp]
@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.identity, pytest.mark.gpu_interp]
 POLICIES = ("streaming_llm", "random", "h2o")
 MAX_LOGPROB_ERROR = 2e-3
 NO_COPY = "moves without copies"
+STOPPED = "ends with a token"
 NUM_BLOCKS = 66
 RUNNER = "vtoken.integration.vllm.model_runner_v2.VTokenCPUModelRunnerV2"
 SCHEDULERS = {
@@ -39,6 +40,10 @@ def make_async_spec(mode: str) -> dict[str, Any]:
         workloads.append(
             make_workload("random", 48, prompts=prompts, name=NO_COPY, fault=["no_copy", [0]])
         )
+    else:
+        options = [{"vtoken_receipt": f"key-{i}"} for i in range(len(prompts))]
+        stop = {"name": STOPPED, "options": options, "stop_at": ["random", 1, 20]}
+        workloads.append({**make_workload("random", 48, prompts=prompts), **stop})
     spec = test_tensor_parallel.make_spec(mode, 1)
     vtoken = {**spec["vtoken"], "evict_interval_tokens": 6}
     if mode == "lazy":  # or the mutant would be noticed before the oracle sees it
@@ -58,6 +63,25 @@ def make_tight_spec() -> dict[str, Any]:
         "vtoken": {**spec["vtoken"], **vtoken},
         "engine": {**spec["engine"], **engine},
         "workloads": [workload],
+    }
+
+
+def make_stress_spec() -> dict[str, Any]:
+    """The stress test's load, shorter: a step costs tens of milliseconds here."""
+    spec = test_stress.make_spec()
+    (workload,) = spec["workloads"]
+    stress = {**workload["stress"], "num_requests": 24, "output_tokens": [1, 40]}
+    stress["preempt_ratio"] = 0.1
+    bytes_per_token = 2 * BYTES_PER_TOKEN  # bf16, two KV heads
+    engine = {"kv_cache_memory_bytes": 90 * 16 * bytes_per_token, "skip_tokenizer_init": True}
+    return {
+        **spec,
+        "model": test_tensor_parallel.model(),
+        "environment": ENVIRONMENT,
+        "engine": {**spec["engine"], **engine},
+        "workloads": [{**workload, "stress": stress}],
+        "runner": "v2",
+        "async": True,
     }
 
 
@@ -122,6 +146,16 @@ def test_oracle_catches_skipped_copies(run_arm: RunArm, oracle: DenseOracle) -> 
     assert oracle.judge(mutant).num_mismatches > 20
 
 
+def test_receipts_do_not_count_what_was_computed_for_nothing(run_arm: RunArm) -> None:
+    """When a request ends with a token, the step that computes this token is on its way."""
+    result = run_arm(make_async_spec("naive"))[STOPPED]
+    assert "stop" in result["finish_reasons"]
+    parts = zip(result["prompts"], result["tokens"], result["receipts"], strict=True)
+    for prompt, tokens, receipt in parts:
+        computed = len(prompt) + len(tokens) - 1
+        assert receipt["evicted_tokens"] + receipt["live_tokens"] == computed
+
+
 def test_preempted_requests_stay_exact(run_arm: RunArm, oracle: DenseOracle) -> None:
     """Preempted with a step in flight and computed again: tokens of both lives are right."""
     result = run_arm(make_tight_spec())["random"]
@@ -135,6 +169,22 @@ def test_preempted_requests_stay_exact(run_arm: RunArm, oracle: DenseOracle) -> 
     assert set(result["finish_reasons"]) == {"length"}
     assert result["free_blocks"] == result["total_blocks"]
     assert_exact(oracle, result)
+
+
+def test_aborts_and_sharing_one_step_ahead(run_arm: RunArm) -> None:
+    """Aborts with relocations in flight, preemptions, a shared prefix and changes of policy; every
+    row that a step reads is compared with what its scheduler meant."""
+    result = run_arm(make_stress_spec())["stress"]
+    counters = result["counters"]
+    assert all(wanted == delivered for wanted, delivered in result["finished"])
+    assert sum(result["aborted"].values()) >= 1
+    assert counters["preemptions_total"] >= 1
+    assert counters["relocations_total/committed"] >= 10
+    for invariant in ("I1", "I2", "I4"):
+        assert counters[f"invariant_checks_total/{invariant}"] > 0
+        assert counters[f"invariant_violations_total/{invariant}"] == 0
+    assert result["free_blocks"] == result["total_blocks"]
+    assert result["num_tables"] == 0
 
 
 def test_lives_are_split_where_a_request_was_preempted() -> None:

@@ -190,7 +190,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
 
     def on_blocks_freed(self, request: Request) -> None:
         """Finished, aborted or preempted: the table goes with the blocks."""
-        self.layer.forget(request.request_id)
+        self.layer.forget(request.request_id, request.num_in_flight_tokens)
 
     def on_preempted(self, request: Request) -> None:
         """Count it; eviction state is rebuilt when the request is computed again."""
