@@ -45,11 +45,14 @@ def chromium() -> tuple[Path, dict[str, str]]:
     if found := shutil.which("chromium") or shutil.which("chromium-browser"):
         return Path(found), {}
     root = tools.debian_packages("chromium-deb", PACKAGES)
+    binary = root / "usr/lib/chromium/chromium"
+    if not binary.exists():  # elsewhere the package only points to another store
+        raise tools.ToolMissingError("this distribution's package chromium holds no browser")
     libraries = f"{root / _LIBRARIES}:{root / _LIBRARIES / 'pulseaudio'}"
     variables = {"LD_LIBRARY_PATH": libraries, "XDG_DATA_HOME": str(root / "usr/share")}  # fonts
     if not Path("/etc/fonts/fonts.conf").exists():
         variables["FONTCONFIG_PATH"] = str(root / "etc/fonts")
-    return root / "usr/lib/chromium/chromium", variables
+    return binary, variables
 
 
 class Browser:

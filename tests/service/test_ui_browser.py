@@ -249,6 +249,21 @@ def test_wrong_key_is_refused_and_not_kept(browser, engine):
     server.stop()
 
 
+@pytest.mark.parametrize(
+    ("door", "reason"), [({"keys": ()}, "admin is closed"), ({"mode": "off"}, "mode off")]
+)
+def test_page_says_why_there_is_nothing_to_see(browser, engine, door, reason):
+    """No key is configured, or no token layer runs: another key would not help."""
+    server = UiServer(engine, **door)
+    browser.open(server.url)
+    log_in(browser, ADMIN_KEY)
+    browser.wait_for("document.getElementById('status').classList.contains('lost')")
+    assert reason in browser.text("#status")
+    assert browser.run("document.getElementById('login').hidden")
+    assert browser.run("document.getElementById('view').hidden")
+    server.stop()
+
+
 def set_field(browser: Browser, name: str, value: str) -> None:
     browser.type(f"#field-{name}", value)
 
