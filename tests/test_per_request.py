@@ -238,6 +238,7 @@ def test_receipt_has_the_layers_numbers() -> None:
         "evicted_tokens": layer.stats.counter("evicted_tokens_total", "streaming_llm"),
         "live_tokens": 8,
         "freed_blocks": layer.stats.counter("freed_blocks_total", "empty"),
+        "work": {"evictions": 1, "relocations": 0, "stall_seconds": 0},
     }
     assert expected["evicted_tokens"] == 12
     assert expected["freed_blocks"] == 2
@@ -245,7 +246,6 @@ def test_receipt_has_the_layers_numbers() -> None:
     assert layer.receipt("k")["num_sequences"] == 0
 
 
-def test_receipt_sums_sequences_and_replaces_earlier_lives() -> None:
 def test_receipt_leaves_out_tokens_in_flight() -> None:
     """Scheduled ahead of an end that nobody knew of: they are not of the answer."""
     layer, pool = make_layer(policy="streaming_llm", budget_tokens=8)
@@ -255,6 +255,7 @@ def test_receipt_leaves_out_tokens_in_flight() -> None:
     assert (found["evicted_tokens"], found["live_tokens"]) == (12, 7)
 
 
+def test_receipt_sums_sequences_and_replaces_earlier_lives() -> None:
     """A preempted request is counted once, as it was at its end."""
     layer, pool = make_layer(policy="streaming_llm", budget_tokens=8)
     options = receipt_options(policy="random", budget_tokens=10)
