@@ -19,7 +19,7 @@ PHASES: tuple[tuple[str, str, int], ...] = (
     ("Starting to load model", "loading_weights", 10),
     ("Loading weights took", "weights_loaded", 80),
     ("Model loading took", "weights_loaded", 80),
-    ("GPU KV cache size", "kv_cache", 85),
+    ("%s KV cache size", "kv_cache", 85),
     ("Warming up model", "warming_up", 90),
     ("Graph capturing finished", "warming_up", 98),
     ("init engine", "engine_ready", 99),

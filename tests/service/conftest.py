@@ -37,7 +37,9 @@ class FakeEngine:
         self.error: Exception | None = None  # raised by every call
         self.hangs = False
 
-    async def call_utility_async(self, name: str, op: str, payload: Any) -> Any:
+    async def call_utility_async(self, name: str, op: str = "", payload: Any = None) -> Any:
+        if name == "vtoken_pulse":
+            return {"running": 0, "waiting": 0, "steps": 0}
         assert name == "vtoken_call"
         self.calls.append((op, payload))
         if self.hangs:

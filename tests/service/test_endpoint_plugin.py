@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 
 from service import endpoint_plugin
-from service.endpoint_plugin import engine_config, make_plugin
+from service.endpoint_plugin import VTokenEndpointPlugin, engine_config, make_plugin
 from service.ready import bound_port, ready_text
 from vtoken.config import VTokenConfig
 
@@ -25,10 +25,21 @@ def make_args(**changes) -> Namespace:
 def make_client(engine, config: VTokenConfig | None) -> SimpleNamespace:
     extra = {} if config is None else {"vtoken": config.to_dict()}
     vllm_config = SimpleNamespace(
-        additional_config=extra, model_config=SimpleNamespace(served_model_name="served")
+        additional_config=extra,
+        model_config=SimpleNamespace(served_model_name="served"),
+        observability_config=SimpleNamespace(otlp_traces_endpoint=None),
     )
     core = SimpleNamespace(call_utility_async=engine.call_utility_async)
-    return SimpleNamespace(vllm_config=vllm_config, engine_core=core, errored=False)
+    return SimpleNamespace(
+        vllm_config=vllm_config, engine_core=core, errored=False, generate=None, shutdown=None
+    )
+
+
+def make_attached_plugin() -> VTokenEndpointPlugin:
+    """As vLLM has it before the engine answers."""
+    plugin = make_plugin()
+    plugin.attach_router(FastAPI())
+    return plugin
 
 
 def make_server(port: int) -> SimpleNamespace:
@@ -48,7 +59,7 @@ def connect(client, state, until) -> None:
     """Run the plugin's background tasks until ``until`` holds."""
 
     async def run() -> None:
-        await make_plugin().init_state(client, state, make_args())
+        await make_attached_plugin().init_state(client, state, make_args())
         async with asyncio.timeout(5):
             while not until():
                 await asyncio.sleep(0.01)
@@ -59,12 +70,21 @@ def connect(client, state, until) -> None:
 
 
 def test_routes_are_attached(monkeypatch):
-    """The four admin operations, and they are in the OpenAPI document."""
+    """The operations for people and machines, and they are in the OpenAPI document."""
     app = FastAPI()
     make_plugin().attach_router(app)
     paths = app.openapi()["paths"]
-    assert set(paths) == {"/admin/policy", "/admin/policies", "/admin/state"}
-    assert set(paths["/admin/policy"]) == {"get", "patch"}
+    assert {path: set(operations) for path, operations in paths.items()} == {
+        "/admin/policy": {"get", "patch"},
+        "/admin/policy/history": {"get"},
+        "/admin/policy/rollback": {"post"},
+        "/admin/policies": {"get"},
+        "/admin/state": {"get"},
+        "/admin/blocks": {"get"},
+        "/health/live": {"get"},
+        "/health/ready": {"get"},
+        "/health/startup": {"get"},
+    }
 
 
 def test_statistics_reach_the_registry(engine, registry):
@@ -101,7 +121,8 @@ def test_ready_line_waits_for_the_server(engine, registry, capsys):
     state = SimpleNamespace()
 
     async def run() -> None:
-        await make_plugin().init_state(make_client(engine, VTokenConfig()), state, make_args())
+        client = make_client(engine, VTokenConfig())
+        await make_attached_plugin().init_state(client, state, make_args())
         await asyncio.sleep(0.2)
         assert capsys.readouterr().out == ""
         state.server = make_server(8123)
@@ -118,7 +139,7 @@ def test_ready_line_waits_for_the_server(engine, registry, capsys):
 def test_server_without_engine_is_left_alone(registry):
     """vLLM's render-only server has nothing to measure; admin says mode off."""
     state = SimpleNamespace()
-    asyncio.run(make_plugin().init_state(None, state, make_args()))
+    asyncio.run(make_attached_plugin().init_state(None, state, make_args()))
     assert state.vtoken.link.mode == "off"
     assert state.vtoken.tasks == []
 
