@@ -123,15 +123,20 @@ class Page {
     this.poll(this.run);
   }
 
+  // The state is announced when it changes; its age, which changes every second, is not.
   tick() {
-    const status = byId("status");
+    const status = byId("status"), age = byId("age");
     status.classList.toggle("lost", this.lost !== null);
+    let text = status.textContent;
     if (this.lost) {
       const shown = this.readAt ? ` Showing the reading of ${clock(this.readAt)}.` : "";
-      status.textContent = `Disconnected since ${clock(this.lost.since)} (${ago(this.lost.since)}): ${this.lost.why}.${shown}`;
+      text = `Disconnected since ${clock(this.lost.since)}: ${this.lost.why}.${shown}`;
+      age.textContent = `For ${ago(this.lost.since)}.`;
     } else if (this.readAt) {
-      status.textContent = `Connected. Read ${ago(this.readAt)} ago, every ${(this.interval ?? MIN_INTERVAL_MS) / 1000} s.`;
+      text = "Connected.";
+      age.textContent = `Read ${ago(this.readAt)} ago, every ${((this.interval ?? MIN_INTERVAL_MS) / 1000).toFixed(1)} s.`;
     }
+    if (text !== status.textContent) status.textContent = text;
   }
 }
 

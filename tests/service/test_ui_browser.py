@@ -211,12 +211,14 @@ def test_lost_connection_is_told_and_leaves_a_gap(page):
     server.stop()
     browser.wait_for("document.body.classList.contains('stale')")
     status = browser.text("#status")
-    assert re.match(r"Disconnected since .*\d:\d\d:\d\d.* \(\d+ s\): ", status), status
+    assert re.match(r"Disconnected since .*\d:\d\d:\d\d.*: the server cannot be reached", status)
     assert "Showing the reading of" in status
+    assert re.fullmatch(r"For \d+ s\.", browser.text("#age"))
     assert "grayscale" in browser.run("getComputedStyle(document.getElementById('map')).filter")
     server.start()
     browser.wait_for("!document.body.classList.contains('stale')")
-    assert browser.text("#status").startswith("Connected.")
+    assert browser.text("#status") == "Connected."
+    assert browser.text("#age").startswith("Read ")
     browser.wait_for("document.querySelectorAll('#chart-waste polyline.first').length == 2")
     assert len(points(browser, "#chart-waste")) == 2
     assert len(points(browser, "#chart-blocks")) == 2
