@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 
 from service import admin_models as models
 from service.admin_body import (
+    ENTITY_TAG,
     check_query,
     parse_flag,
     parse_if_match,
@@ -77,7 +78,11 @@ Link = Annotated[EngineLink, Depends(_link)]
 def _change_options(
     request: Request,
     if_match: Annotated[
-        str | None, Header(description='Change only this version, as in `"3"`.')
+        str | None,
+        Header(
+            description='Change only this version, as in `"3"`.',
+            json_schema_extra={"pattern": ENTITY_TAG, "examples": ['"3"']},
+        ),
     ] = None,
     dry_run: Annotated[
         str,
@@ -132,7 +137,7 @@ async def get_policy(link: Link) -> Response:
             "required": True,
             "content": {
                 "application/merge-patch+json": {
-                    "schema": {"type": "object"},
+                    "schema": models.patch_schema(),
                     "example": {"policy": "streaming_llm", "budget_tokens": 512},
                 }
             },

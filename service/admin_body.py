@@ -20,7 +20,9 @@ MAX_INT = 10**18
 """What the message to the engine can carry is 64 bits wide."""
 
 _MAX_INT_DIGITS = 18
-_ENTITY_TAG = re.compile(r'(?:W/)?"(\d{1,18})"', re.ASCII)
+ENTITY_TAG = r'^(\*|(W/)?"[0-9]{1,18}")$'
+"""What ``If-Match`` may be."""
+
 _FLAGS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -46,10 +48,9 @@ def parse_if_match(header: str | None) -> int | None:
     """
     if header is None or header.strip() == "*":
         return None
-    found = _ENTITY_TAG.fullmatch(header.strip())
-    if found is None:
+    if not re.fullmatch(ENTITY_TAG, header.strip()):
         raise BadBodyError('If-Match must be * or one version in quotes, as in If-Match: "3"')
-    return int(found[1])
+    return int(header.strip().removeprefix("W/").strip('"'))
 
 
 def parse_flag(name: str, value: str) -> bool:

@@ -5,11 +5,33 @@ The engine's answers pass as they are, so that a field it adds is not lost on th
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import dataclasses
+import inspect
+from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from service.flags import field_docs
+from vtoken.config import LIVE_FIELDS, VTokenConfig
 
 ApplyToName = Literal["running", "new"]
+
+
+def patch_schema() -> dict[str, Any]:
+    """JSON schema of a merge patch: live fields with types; bounds are the engine's to know."""
+    hints, docs = get_type_hints(VTokenConfig), field_docs()
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            field.name: {
+                "anyOf": [TypeAdapter(hints[field.name]).json_schema(), {"type": "null"}],
+                "description": inspect.cleandoc(docs[field.name]).replace("``", "`"),
+            }
+            for field in dataclasses.fields(VTokenConfig)
+            if field.name in LIVE_FIELDS
+        },
+    }
 
 
 class _Open(BaseModel):

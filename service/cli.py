@@ -127,6 +127,10 @@ def _serve(argv: list[str]) -> int:
     settings = load_service_settings()
     settings.admin_keys()
     settings.api_keys()
+    if settings.admin_port:  # a taken port is known before the engine starts
+        from service import admin_port
+
+        admin_port.bind(settings.admin_host, settings.admin_port).close()
     os.environ.update(vllm_environment())
     with start_folder(settings.log_format, log_level()) as folder:
         os.environ.update(log_environment(folder.log_file, settings.log_format))

@@ -16,15 +16,16 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
-from service import admin, blocks, metrics, operations, ui
+from service import admin, admin_port, auth_access, blocks, metrics, operations, ui
 from service.auth import AdminGuard
+from service.auth_access import AccessRules
 from service.engine_link import EngineLink
 from service.engines import engine_numbers, utility_call
 from service.operations import Operations
 from service.poller import MetricsPoller
 from service.ready import announce_when_ready
 from service.request_control import RequestControl
-from service.settings import ServiceSettings, load_service_settings
+from service.settings import ServiceSettings, load_service_settings, vllm_api_keys
 from vtoken.config import VTokenConfig
 
 
@@ -57,9 +58,10 @@ class VTokenEndpointPlugin:
         admin.attach(app)
         blocks.attach(app)
         ui.attach(app)
+        auth_access.install(app, self._access_rules(app))
         operations.attach(app, self._settings)
         self._app = app
-        # Innermost: behind vLLM's API key, and inside its request metrics.
+        # Innermost: behind the API keys, and inside vLLM's request metrics.
         app.user_middleware.append(Middleware(RequestControl))
 
     async def init_state(self, engine_client: Any | None, state: Any, args: Namespace) -> None:
@@ -69,11 +71,15 @@ class VTokenEndpointPlugin:
         admin routes answer 409 and there is nothing to measure.
         """
         config = engine_config(engine_client)
+        auth_access.drop_vllm_guard(self._app)
         operated = operations.connect(
             self._app, engine_client, args, self._settings, has_token_layer=config.mode != "off"
         )
         link = self._make_link(engine_client, config)
         state.vtoken = ServiceState(link, self._guard, operated)
+        if self._settings.admin_port is not None:
+            sock = admin_port.bind(self._settings.admin_host, self._settings.admin_port)
+            state.vtoken.start(admin_port.serve(self._app, args, sock))
         if engine_client is None:
             return
         model = str(engine_client.vllm_config.model_config.served_model_name)
@@ -88,6 +94,15 @@ class VTokenEndpointPlugin:
         assert operated.watch is not None
         state.vtoken.start(operated.watch.run())
         state.vtoken.start(announce_when_ready(state, args, model, _in_words(config)))
+
+    def _access_rules(self, app: FastAPI) -> AccessRules:
+        args = getattr(app.state, "args", None)
+        return AccessRules(
+            admin=self._guard,
+            api=self._settings.api_keys(vllm_api_keys(getattr(args, "api_key", None))),
+            metrics_key_required=self._settings.metrics_key_required,
+            has_admin_port=self._settings.admin_port is not None,
+        )
 
     def _make_link(self, engine_client: Any | None, config: VTokenConfig) -> EngineLink:
         timeout = self._settings.engine_timeout_seconds
