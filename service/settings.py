@@ -315,9 +315,8 @@ def vllm_environment() -> dict[str, str]:
         rule = "must be 0 or unset: developer routes are not served"
         raise ConfigError("VLLM_SERVER_DEV_MODE", dev_mode, rule)
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        raise ConfigError(
-            "VLLM_USE_V2_MODEL_RUNNER", os.environ["VLLM_USE_V2_MODEL_RUNNER"], "must be 0 or unset"
-        )
+        rule = "must be 0 or unset: served on CPUs, where V2 needs a Triton that compiles for them"
+        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", os.environ["VLLM_USE_V2_MODEL_RUNNER"], rule)
     listed = os.environ.get("VLLM_PLUGINS")
     theirs = _installed_plugins() if listed is None else listed.split(",")
     return {
