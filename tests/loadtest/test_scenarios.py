@@ -294,6 +294,19 @@ def test_groups_share_their_prefix_and_nothing_else(service, tmp_path):
     assert {job.extra["cache_salt"] for job in jobs} == {"salt"}
 
 
+def test_overhead_is_also_measured_beside_a_hog(service, tmp_path):
+    """Where the size says so; those arms are compared with stock beside the same hog."""
+
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            bench = Bench(fleet, 1, "smoke", overrides={"hog_contexts": [96]})
+            return await run_one(bench, "overhead", tmp_path)
+
+    result = asyncio.run(run())
+    assert "lazy, half kept+hog@96" in result["arms"]
+    assert "output_throughput: indirection+hog@96 / stock+hog@96" in result["comparisons"]
+
+
 def test_hog_ends_with_its_block():
     """No process is left, whatever happens inside."""
     started = []
