@@ -36,11 +36,17 @@ class SignalRows:
         signals: names of the signals kept.
     """
 
-    def __init__(self, signals: frozenset[str], num_rows: int, width: int) -> None:
+    def __init__(
+        self,
+        signals: frozenset[str],
+        num_rows: int,
+        width: int,
+        device: torch.device | None = None,
+    ) -> None:
         self.signals = signals & ATTENTION_SIGNALS
         self._buffers = {
             # zeros, not empty: pages that no request reaches are never touched
-            name: torch.zeros(num_rows, width, dtype=_dtype(name))
+            name: torch.zeros(num_rows, width, dtype=_dtype(name), device=device)
             for name in sorted(self.signals)
         }
         self._observed = {name: np.zeros(num_rows, np.int64) for name in self._buffers}
@@ -66,6 +72,7 @@ class SignalRows:
         """
         kept = torch.from_numpy(columns.astype(np.int64))
         for name, buffer in self._buffers.items():
+            kept = kept.to(buffer.device, non_blocking=True)
             end = int(self._observed[name][row])
             num_kept = int(np.searchsorted(columns, end))
             buffer[row, :num_kept] = buffer[row].index_select(0, kept[:num_kept])
@@ -82,21 +89,26 @@ class SignalRows:
         """Account for observed queries.
 
         Args:
-            rows: int64 ``[n]``, distinct.
-            mass: float32 ``[n, q, width]``, 0 from ``lens`` on.
-            lens: int64 ``[n, q]``: live tokens that each query read, ascending in ``q``.
-            in_prefill: bool ``[n]``.
+            rows: int64 ``[n]`` on the host, distinct.
+            mass: float32 ``[n, q, width]`` on the device, 0 from ``lens`` on.
+            lens: int64 ``[n, q]`` on the host: live tokens that each query read, ascending in
+                ``q``.
+            in_prefill: bool ``[n]`` on the host.
         """
+        where, until, prefilling = (
+            tensor.to(mass.device, non_blocking=True) for tensor in (rows, lens, in_prefill)
+        )
         for name, buffer in self._buffers.items():
             part = buffer[:, : mass.shape[2]]
             if name == ATTENTION_SUM:
-                part.index_add_(0, rows, mass.sum(1))
+                part.index_add_(0, where, mass.sum(1))
             elif name == ATTENTION_LAST:
-                part.index_copy_(0, rows, mass[:, -1])
+                part.index_copy_(0, where, mass[:, -1])
             elif name == ATTENTION_PREFILL:
-                part.index_add_(0, rows, mass.sum(1) * in_prefill[:, None])
+                part.index_add_(0, where, mass.sum(1) * prefilling[:, None])
             else:
-                part.index_copy_(0, rows, _shifted(part.index_select(0, rows), mass, lens))
+                history = _shifted(part.index_select(0, where), mass, until)
+                part.index_copy_(0, where, history)
             seen = in_prefill if name == ATTENTION_PREFILL else torch.ones_like(in_prefill)
             self._observed[name][rows[seen].numpy()] = lens[seen, -1].numpy()
 
@@ -105,8 +117,8 @@ class SignalRows:
         return min(int(self._observed[name][row]) for name in names)
 
     def read(self, row: int, length: int, names: frozenset[str]) -> Mapping[str, NDArray[Any]]:
-        """These signals of the first ``length`` columns; copies."""
-        found = {name: self._buffers[name][row, :length].numpy().copy() for name in names}
+        """These signals of the first ``length`` columns; copies. Waits for the device."""
+        found = {name: self._buffers[name][row, :length].cpu().numpy().copy() for name in names}
         if ATTENTION_HISTORY in found:
             found[ATTENTION_HISTORY] = found[ATTENTION_HISTORY].view(np.uint64)
         return found

@@ -152,6 +152,11 @@ def test_layers_that_rows_cannot_express_are_refused(option, feature):
         LiveTritonImpl(8, 64, 0.125, 2, **option)
 
 
+def test_options_that_are_off_are_not_refused():
+    """vLLM passes them on for models that do not use them."""
+    LiveTritonImpl(8, 64, 0.125, 2, use_alibi_sqrt=False, chunk_lookback=-1)
+
+
 def test_groups_that_cannot_read_live_tokens_are_refused():
     """Stock backends, several groups: before any request is served."""
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)

@@ -214,7 +214,11 @@ class LiveImpl:
             f"attention type {attn_type}": attn_type != AttentionType.DECODER,
             f"KV sharing with {kv_sharing_target_layer_name}": bool(kv_sharing_target_layer_name),
             "learned attention sinks": sinks is not None,
-        } | {f"the attention option {name}={value!r}": True for name, value in unknown.items()}
+        } | {
+            # vLLM passes some options on although they are off.
+            f"the attention option {name}={value!r}": value not in (None, False, -1)
+            for name, value in unknown.items()
+        }
         for feature, present in refused.items():
             if present:
                 raise UnsupportedError(f"vToken on GPUs does not support {feature}")

@@ -87,7 +87,7 @@ class Observer:
     def update_rows(self, message: StepMessage, started: Iterable[str]) -> None:
         """Follow the rows of the message: select what survived, clear what starts."""
         if message.observation != self._spec:
-            self._configure(message.observation)
+            self.configure(message.observation)
         if not self._signals.signals:
             return
         for req_id in started:
@@ -108,22 +108,31 @@ class Observer:
         self.step = None
         if not observe or not self._signals.signals:
             return
+        requests = self._observed(observe, req_ids, num_new)
+        geometry = next(iter(self._sampled.values())).geometry
+        groups = [
+            make_group(geometry, self._rows.table, part) for part in _parts(requests, geometry)
+        ]
+        self.step = StepObserver(frozenset(self._sampled), groups)
+
+    def _observed(
+        self, observe: Mapping[str, Observe], req_ids: Sequence[str], num_new: NDArray[np.int32]
+    ) -> ObservedRequests:
+        """The observed requests of a batch, in its order."""
         places = [i for i, req_id in enumerate(req_ids) if req_id in observe]
         chosen = [req_ids[i] for i in places]
         ends = np.cumsum(num_new)[places]
         rows = self._rows.rows(chosen)
-        requests = _Requests(
+        return ObservedRequests(
             rows=rows,
             lens=self._rows.lens(rows),
             ends=ends.astype(np.int64),
             num_queries=np.array([observe[r].num_queries for r in chosen], np.int64),
             in_prefill=np.array([observe[r].in_prefill for r in chosen], np.bool_),
         )
-        geometry = next(iter(self._sampled.values())).geometry
-        groups = [
-            make_group(geometry, self._rows.table, part) for part in _parts(requests, geometry)
-        ]
-        self.step = StepObserver(frozenset(self._sampled), groups)
+
+    def forward_done(self) -> None:
+        """Between the forward and the relocations of its step; see :class:`PagedObserver`."""
 
     def end(
         self, wanted: Iterable[str], own: Mapping[str, frozenset[str]] = MappingProxyType({})
@@ -146,7 +155,7 @@ class Observer:
         everything = self._spec.signals
         return {req_id: self._report(req_id, own.get(req_id, everything)) for req_id in wanted}
 
-    def _configure(self, spec: ObservationSpec | None) -> None:
+    def configure(self, spec: ObservationSpec | None) -> None:
         """Keep buffers for these signals only.
 
         What was accumulated of a signal that stays is kept: policies of single requests come
@@ -154,8 +163,9 @@ class Observer:
         """
         self._spec = spec
         signals = frozenset() if spec is None else spec.signals
-        shape = self._rows.table.shape if signals & ATTENTION_SIGNALS else (0, 0)
-        before, self._signals = self._signals, SignalRows(signals, *shape)
+        table, before = self._rows.table, self._signals
+        num_rows, width = table.shape if signals & ATTENTION_SIGNALS else (0, 0)
+        self._signals = SignalRows(signals, num_rows, width, table.device)
         self._signals.take_over(before)
         names = list(self._layers)
         layers = (spec and spec.layers) or default_layers(len(names))
@@ -180,13 +190,16 @@ class Observer:
         totals = dict.fromkeys(names, torch.zeros(()))
         slots = torch.from_numpy(self._rows.canonical(req_id).astype(np.int64))
         for view in self._sampled.values():
-            size = view.geometry.block_size
-            heads = view.geometry.key_rows(slots).view(len(slots), -1).T
-            key, value = view.rows[heads], view.rows[heads + size]
+            key, value = self._gather(view, slots)
             for name in names:
                 totals[name] = totals[name] + _cache_signal(name, key, value)
         means = self._ranks.mean([totals[name] / len(self._sampled) for name in sorted(totals)])
-        return {name: mean.numpy() for name, mean in zip(sorted(totals), means, strict=True)}
+        return {name: mean.cpu().numpy() for name, mean in zip(sorted(totals), means, strict=True)}
+
+    def _gather(self, view: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of canonical ``slots``, ``[num_kv_heads, n, head_size]`` each."""
+        heads = view.geometry.key_rows(slots).view(len(slots), -1).T
+        return view.rows[heads], view.rows[heads + view.geometry.block_size]
 
 
 def _cache_signal(name: str, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -199,7 +212,7 @@ def _cache_signal(name: str, key: torch.Tensor, value: torch.Tensor) -> torch.Te
 
 
 @dataclass(frozen=True, eq=False)
-class _Requests:
+class ObservedRequests:
     """Observed requests of one step: slot row, live tokens, end of its queries in the batch."""
 
     rows: NDArray[np.int64]
@@ -208,12 +221,18 @@ class _Requests:
     num_queries: NDArray[np.int64]
     in_prefill: NDArray[np.bool_]
 
-    def take(self, index: NDArray[np.int64]) -> _Requests:
+    def take(self, index: NDArray[np.int64]) -> ObservedRequests:
         """Some of them."""
-        return _Requests(*(array[index] for array in vars(self).values()))
+        return ObservedRequests(*(array[index] for array in vars(self).values()))
 
 
-def _parts(requests: _Requests, geometry: SlotGeometry) -> list[_Requests]:
+def parts_by_queries(requests: ObservedRequests) -> list[ObservedRequests]:
+    """Requests with equally many observed queries together, the most queries last."""
+    counts = np.unique(requests.num_queries)
+    return [requests.take(np.flatnonzero(requests.num_queries == count)) for count in counts]
+
+
+def _parts(requests: ObservedRequests, geometry: SlotGeometry) -> list[ObservedRequests]:
     """Single queries together, as far as their padded keys fit; longer windows one by one."""
     single = np.flatnonzero(requests.num_queries == 1)
     parts = [requests.take(np.array([i])) for i in np.flatnonzero(requests.num_queries > 1)]
@@ -246,7 +265,9 @@ class QueryGroup:
     mass: torch.Tensor
 
 
-def make_group(geometry: SlotGeometry, table: torch.Tensor, requests: _Requests) -> QueryGroup:
+def make_group(
+    geometry: SlotGeometry, table: torch.Tensor, requests: ObservedRequests
+) -> QueryGroup:
     """Index tensors of one group, shared by all sampled layers."""
     num_queries, width = int(requests.num_queries[0]), int(requests.lens.max())
     back = np.arange(num_queries)[::-1]  # query j comes before so many of its request

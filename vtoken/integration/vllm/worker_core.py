@@ -39,6 +39,7 @@ from vtoken.integration.vllm.observer import LayerObserver, Observer
 from vtoken.integration.vllm.ranks import OneRank, Ranks, merged
 from vtoken.integration.vllm.slot_rows import RowArray, SlotRows, WriteSlots
 from vtoken.kv_pool import KVPool
+from vtoken.paged_pool import PagedPool
 from vtoken.types import CopyResult, SlotArray
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class WorkerCore:
         self,
         rows: SlotRows,
         engine: CopyEngine,
-        pool: KVPool,
+        pool: KVPool | PagedPool,
         observer: Observer | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -142,6 +143,8 @@ class WorkerCore:
 
     def after_forward(self) -> None:
         """Start the relocation of this step's message; its sources are complete now."""
+        if self._observer is not None:
+            self._observer.forward_done()
         if self._message.relocation is not None:
             self._start(self._message.relocation)
         if self._observer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from vllm.v1.attention import selector
@@ -71,6 +72,11 @@ def take_kernel_block_table(group: AttentionGroup) -> torch.Tensor:
     group.__class__ = _LiveGroup
     table: torch.Tensor = tables[0]
     return table
+
+
+def key_scale(layer: Any) -> float:
+    """What the keys of a layer's fp8 cache are multiplied with."""
+    return float(layer._k_scale_float)
 
 
 def with_live_tokens(

@@ -1,0 +1,106 @@
+"""The whole GPU path in a real engine, but for the GPU: see gpu_path.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import test_tensor_parallel
+from tests.engine.oracle import DenseOracle
+from tests.engine.workloads import make_prompts, make_workload
+
+pytestmark = [pytest.mark.engine, pytest.mark.gpu_interp]
+
+REPOSITORY = Path(__file__).parents[2]
+MUTANT = "moves without copies"
+
+
+def make_spec() -> dict[str, Any]:
+    """A policy with scores, everything verified; then relocations that copy nothing."""
+    spec = test_tensor_parallel.make_spec("lazy", 1)
+    size = {"prompts": make_prompts((70, 130)), "max_tokens": 22}
+    mutant = make_workload("random", name=MUTANT, forgetful=True, **size)
+    mutant["patch"] = {"policy": "random", "verify": "off"}
+    return {
+        **spec,
+        "vtoken": {**spec["vtoken"], "budget_tokens": 48, "evict_interval_tokens": 5},
+        "engine": {**spec["engine"], "kv_cache_memory_bytes": 1 << 23, "max_model_len": 512},
+        "workloads": [make_workload("h2o", **size), mutant],
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Both workloads of one engine."""
+    folder = tmp_path_factory.mktemp("gpu_path")
+    (folder / "spec.json").write_text(json.dumps(make_spec()))
+    command = [sys.executable, "-m", "tests.engine.gpu_path"]
+    done = subprocess.run(
+        [*command, str(folder / "spec.json"), str(folder / "result.json")],
+        cwd=REPOSITORY,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle() -> DenseOracle:
+    """The reference model."""
+    return DenseOracle(test_tensor_parallel.model())
+
+
+@pytest.mark.timeout(900)
+def test_tokens_are_those_of_the_dense_oracle(results: dict[str, Any], oracle: DenseOracle) -> None:
+    """Scored on the device, evicted, relocated by the kernel, read through live tables."""
+    result = results["h2o"]
+    assert result["classes"]["attention"].endswith("LiveTritonImpl")
+    assert result["classes"]["scheduler"].endswith("VTokenAsyncScheduler")
+    verdict = oracle.judge(result)
+    assert verdict.num_mismatches == 0, verdict
+    assert verdict.max_logprob_error < test_tensor_parallel.MAX_LOGPROB_ERROR, verdict
+    assert verdict.num_mismatches_without_mask > 10, "the evictions must matter"
+    assert result["counters"]["relocations_total/committed"] >= 2
+    assert result["free_blocks"] == result["total_blocks"]
+
+
+def test_every_invariant_holds_on_the_device(results: dict[str, Any]) -> None:
+    """Digests of the paged pool before and after copies, rows read back from the device."""
+    counters = results["h2o"]["counters"]
+    for invariant in ("I1", "I2", "I4"):
+        assert counters[f"invariant_checks_total/{invariant}"] > 0
+        assert counters[f"invariant_violations_total/{invariant}"] == 0
+
+
+def test_scores_come_before_the_copies_and_these_before_the_next_forward(
+    results: dict[str, Any],
+) -> None:
+    """On their streams: score → forward event → copy → relocation event → wait."""
+    log = [tuple(entry) for entry in results["h2o"]["stream_log"]]
+    copies = [i for i, entry in enumerate(log) if entry == ("copy", "relocation")]
+    assert ("score", "compute") in log
+    assert len(copies) >= 2
+    for i in copies:
+        before, after = log[:i], log[i + 1 :]
+        # Nothing is queued on the compute stream between a batch's forward event and its copy.
+        assert [entry[0] for entry in before[-4:]] == ["record", "wait", "record", "upload"]
+        compute = [entry[0] for entry in after if entry[1] == "compute"]
+        assert compute[:3] == ["record", "wait", "record"]
+
+
+def test_oracle_catches_skipped_copies(results: dict[str, Any], oracle: DenseOracle) -> None:
+    """The same engine with a kernel that copies nothing."""
+    mutant = results[MUTANT]
+    assert mutant["counters"]["relocations_total/committed"] >= 2
+    assert oracle.judge(mutant).num_mismatches > 5
