@@ -46,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help="folder or name; default: the embedded model")
     parser.add_argument("--url", default="", help="measure this service instead of starting any")
     parser.add_argument("--admin-key-file", type=Path, help="admin key of the service at --url")
+    parser.add_argument("--api-key-file", type=Path, help="API key of the service at --url")
     return parser
 
 
@@ -86,7 +87,6 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
 
 async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
     size = "quick" if arguments.quick else "smoke" if arguments.smoke else "full"
-    key = arguments.admin_key_file.read_text().strip() if arguments.admin_key_file else ""
     exit_code = 0
     _end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="loadtest-") as logs:
@@ -95,7 +95,8 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
             model=arguments.model,
             share_modes=size == "smoke",
             url=arguments.url,
-            admin_key=key,
+            admin_key=_read_key(arguments.admin_key_file),
+            api_key=_read_key(arguments.api_key_file),
         )
         async with fleet:
             for name in names:
@@ -106,6 +107,10 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
                     exit_code = 1
                 await fleet.release()
     return exit_code
+
+
+def _read_key(path: Path | None) -> str:
+    return path.read_text().strip() if path else ""
 
 
 def _end_on_sigterm() -> None:

@@ -95,7 +95,7 @@ class Fleet:
         model: argument of ``serve``; empty for the embedded model.
         share_modes: let ``naive`` and ``lazy`` share a service (smoke runs).
         url: measure this service instead of starting any.
-        admin_key: of that service.
+        admin_key, api_key: of that service.
         environment: more variables for the services.
 
     Attributes:
@@ -111,12 +111,13 @@ class Fleet:
         share_modes: bool = False,
         url: str = "",
         admin_key: str = "",
+        api_key: str = "",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = folder
         self._model = model
         self._share_modes = share_modes
-        self._url, self._admin_key = url, admin_key
+        self._url, self._keys = url, {"admin_key": admin_key, "api_key": api_key}
         self._environment = dict(environment or {})
         self._services: dict[str, _Service] = {}
         self.num_started = 0
@@ -164,7 +165,7 @@ class Fleet:
         if self._url:
             if arm.is_off:
                 raise ValueError("mode off is a service of its own: it cannot be measured by --url")
-            client = Client(self._url, admin_key=self._admin_key)
+            client = Client(self._url, **self._keys)
             return _Service(client, None, await client.policy())
         self.num_started += 1
         name = re.sub(r"\W+", "-", arm.name)

@@ -46,6 +46,7 @@ class FakeService(ThreadingHTTPServer):
         self.error_event = False
         self.has_chat_template = True
         self.steps = 0
+        self.authorizations: list[str | None] = []
 
     @property
     def url(self) -> str:
@@ -64,6 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/admin") and not self._is_admin():
             return self._json({"error": "no key"}, 401)
+        self.server.authorizations.append(self.headers.get("Authorization"))
         pages = {
             "/v1/models": {"data": [{"id": "fake", "max_model_len": MAX_MODEL_LEN}]},
             "/version": {"version": "0.32.0"},

@@ -118,6 +118,18 @@ def test_admin_routes_carry_the_key(service):
         asyncio.run(run())
 
 
+def test_api_key_is_sent_where_one_is_given(service):
+    """With every request but those to admin routes, which have their own."""
+
+    async def run(api_key: str) -> None:
+        async with Client(service.url, api_key=api_key) as client:
+            await client.model()
+
+    asyncio.run(run("secret"))
+    asyncio.run(run(""))
+    assert service.authorizations == ["Bearer secret", None]
+
+
 def test_patch_returns_the_document_and_refusals_are_raised(service):
     """What is in force afterwards, or the reason."""
     document = ask(service, lambda c: c.patch_policy({"theta_f": 0.1}))
