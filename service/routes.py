@@ -77,6 +77,7 @@ ROUTES: Mapping[Access, tuple[str, ...]] = {
         "/v1/messages/count_tokens",
         "/v1/messages/render",
         "/v1/models",
+        "/v1/models/{model_id:path}",
         "/v1/realtime",
         "/v1/rerank",
         "/v1/responses",

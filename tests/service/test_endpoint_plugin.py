@@ -84,6 +84,7 @@ def test_routes_are_attached(monkeypatch):
         "/health/live": {"get"},
         "/health/ready": {"get"},
         "/health/startup": {"get"},
+        "/v1/models/{model_id}": {"get"},
     }
 
 
