@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import request_ids, tracing
 from service.asgi import error_body, error_response, is_work
+from service.auth import KEY_NAME
 from service.drain import RETRY_AFTER_SECONDS, Drain
 from service.request_ids import RequestRecord
 
@@ -56,7 +57,8 @@ class RequestGate:
     async def _work(
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if not self._drain.enter():
+        clock = _Clock(record, receive, send)
+        if not self._drain.enter(clock.cut):
             text = "the server is stopping; send the request again, to another one"
             answer = error_response(503, text, retry_after=RETRY_AFTER_SECONDS)
             answer.headers["Connection"] = "close"
@@ -64,14 +66,11 @@ class RequestGate:
             return
         try:
             async with tracing.request_span(record, scope) as scope:
-                await self._timed(record, scope, receive, send)
+                await self._timed(record, scope, clock)
         finally:
-            self._drain.leave()
+            self._drain.leave(clock.cut)
 
-    async def _timed(
-        self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        clock = _Clock(record, receive, send)
+    async def _timed(self, record: RequestRecord, scope: Scope, clock: _Clock) -> None:
         clock.start(self._timeout_seconds)
         try:
             await self._app(scope, clock.receive, clock.send)
@@ -82,8 +81,7 @@ class RequestGate:
         finally:
             clock.stop()
         if clock.expired.is_set():
-            record.outcome = "timeout"
-            await clock.answer(f"the request took longer than {self._timeout_seconds:g} s")
+            await clock.answer()
 
 
 class _Clock:
@@ -94,6 +92,9 @@ class _Clock:
 
     def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
         self.expired = asyncio.Event()
+        self.cut = self._cut  # one object, by which a drain knows this request
+        self._status, self._text = 503, "the server is stopping and could not wait any longer"
+        self._loop = asyncio.get_running_loop()
         self._record = record
         self._receive, self._send = receive, send
         self._is_stream = self._is_over = False
@@ -103,8 +104,8 @@ class _Clock:
     def start(self, seconds: float) -> None:
         """Let time run; 0: for ever."""
         if seconds:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(seconds, self.expired.set)
+            text = f"the request took longer than {seconds:g} s"
+            self._timer = self._loop.call_later(seconds, self._end, 504, text, "timeout")
 
     def stop(self) -> None:
         """The application is done."""
@@ -115,8 +116,6 @@ class _Clock:
 
     async def receive(self) -> Message:
         """The next message, or a disconnect once time is up."""
-        if self._timer is None:
-            return self._seen(await self._receive())
         if self._next is None:
             self._next = asyncio.ensure_future(self._receive())
         if not self._next.done() and not self.expired.is_set():
@@ -145,17 +144,27 @@ class _Clock:
         self._is_over = message["type"] == "http.response.body" and not message.get("more_body")
         await self._send(message)
 
-    async def answer(self, text: str) -> None:
-        """Say that time is up: 504, or the last event of a stream that has begun."""
+    async def answer(self) -> None:
+        """Say why it ends: an error answer, or the last event of a stream that has begun."""
         if self._is_over:
             return
         if not self._record.status:
-            answer = error_response(504, text)
+            retry = None if self._status == 504 else RETRY_AFTER_SECONDS
+            answer = error_response(self._status, self._text, retry_after=retry)
             await answer({"type": "http"}, self._receive, self._send)
             return
-        event = b"data: " + json.dumps(error_body(504, text)).encode() + b"\n\n"
+        event = b"data: " + json.dumps(error_body(self._status, self._text)).encode() + b"\n\n"
         body = event + b"data: [DONE]\n\n" if self._is_stream else b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _cut(self) -> None:
+        """End it because the server stops; for any thread."""
+        self._loop.call_soon_threadsafe(self._end, self._status, self._text, "cut_off")
+
+    def _end(self, status: int, text: str, outcome: str) -> None:
+        if not self.expired.is_set():
+            self._status, self._text, self._record.outcome = status, text, outcome
+            self.expired.set()
 
 
 def _log(record: RequestRecord, scope: Scope) -> None:
@@ -169,7 +178,7 @@ def _log(record: RequestRecord, scope: Scope) -> None:
         "path": record.path,
         "status": record.status,
         "duration_seconds": round(time.monotonic() - record.started, 4),
-        "key_name": scope.get("state", {}).get("vtoken_key_name"),
+        "key_name": scope.get("state", {}).get(KEY_NAME),
         "prompt_tokens": record.prompt_tokens or None,
         "output_tokens": record.output_tokens or None,
         "outcome": record.outcome or None,

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.asgi import error_response, header, is_work, read_body, replay
+from service.auth import KEY_NAME
 
 _OUTPUT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -111,7 +112,7 @@ def _declared_length(scope: Scope) -> int:
 
 def _key_of(scope: Scope) -> str:
     """The key's name, or what tells one key from another; empty for those who send none."""
-    name = scope.get("state", {}).get("vtoken_key_name")
+    name = scope.get("state", {}).get(KEY_NAME)
     if name is not None:
         return f"name:{name}"
     given = header(scope, b"authorization")

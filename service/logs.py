@@ -34,7 +34,7 @@ REQUEST_FIELDS: tuple[str, ...] = (
 
 _IN_THE_MESSAGE = ("method", "path", "status")
 _CONSOLE = (
-    "%(levelname)s %(asctime)s (%(process_name)s pid=%(process)d) "
+    "(%(process_name)s pid=%(process)d) %(levelname)s %(asctime)s "
     "[%(filename)s:%(lineno)d] %(message)s"
 )
 

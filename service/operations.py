@@ -24,6 +24,9 @@ from service.limits import LimitRules, Limits
 from service.pulse import PulseWatch
 from service.settings import ServiceSettings
 
+HURRY_SECONDS = 3
+"""For connections to close after their requests were cut off."""
+
 
 @dataclass
 class Operations:
@@ -79,7 +82,7 @@ def connect(
         return operations
     if engine_client.vllm_config.observability_config.otlp_traces_endpoint is not None:
         tracing.enable()
-    DrainingShutdown(engine_client, drain)
+    DrainingShutdown(engine_client, drain, lambda: _hurry(app))
     engine_client.generate = Generation(
         engine_client.generate,
         queue=operations.queue,
@@ -93,3 +96,9 @@ def connect(
         on_pulse=operations.queue.note,
     )
     return operations
+
+
+def _hurry(app: FastAPI) -> None:
+    """Let uvicorn cancel what does not end by itself."""
+    if (server := getattr(app.state, "server", None)) is not None:
+        server.config.timeout_graceful_shutdown = HURRY_SECONDS

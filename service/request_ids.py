@@ -36,7 +36,8 @@ class RequestRecord:
         trace_id: of its span, 32 hexadecimal digits; empty without tracing.
         receipt_key: under which the engine keeps its numbers, if anybody asked for them.
         receipt: those numbers, if they were fetched.
-        outcome: why it did not end by itself: ``timeout``, ``disconnected`` or ``error``.
+        outcome: why it did not end by itself: ``timeout``, ``cut_off``, ``disconnected`` or
+            ``error``.
     """
 
     request_id: str

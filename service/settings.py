@@ -310,7 +310,8 @@ def vllm_environment() -> dict[str, str]:
         ConfigError: the environment asks for something that cannot be served.
     """
     if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        raise ConfigError("PROMETHEUS_MULTIPROC_DIR", folder, "must be unset: /metrics would miss")
+        rule = "must be unset: /metrics would miss what this process knows of the token layer"
+        raise ConfigError("PROMETHEUS_MULTIPROC_DIR", folder, rule)
     if (dev_mode := os.environ.get("VLLM_SERVER_DEV_MODE", "0")).strip() not in ("", "0"):
         rule = "must be 0 or unset: developer routes are not served"
         raise ConfigError("VLLM_SERVER_DEV_MODE", dev_mode, rule)

@@ -126,6 +126,29 @@ def test_requests_are_open_from_start_to_end() -> None:
     use(work)
 
 
+@pytest.mark.parametrize("route", ["slow", "stream"])
+def test_request_that_the_drain_gives_up_is_told(route: str) -> None:
+    """503 with Retry-After, or an error event at the end of its stream; then nothing is open."""
+
+    async def work(client: httpx.AsyncClient, drain: Drain) -> httpx.Response:
+        task = asyncio.create_task(client.post(f"/v1/{route}"))
+        while not drain.num_open:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)  # a stream has begun
+        drain.abort(15)
+        assert await asyncio.to_thread(drain.wait) == 1
+        assert drain.num_open == 0
+        return await task
+
+    answer = use(work)
+    if route == "slow":
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        return
+    first, error, done = answer.text.strip().split("\n\n")
+    assert (first, done) == ("data: {}", "data: [DONE]")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+
+
 def test_time_limit_is_504_before_the_answer_has_begun() -> None:
     """The application sees a disconnect; what it answers then is not sent."""
     answer = use(lambda c, d: c.post("/v1/slow"), timeout=0.05)

@@ -75,7 +75,7 @@ def test_exceptions_stay_inside_of_the_line() -> None:
     assert "ValueError: broken" in line["exception"]
     lines = ConsoleFormatter().format(record).splitlines()
     assert len(lines) > 2
-    assert all(one.startswith("INFO ") for one in lines)
+    assert all(one.startswith("(MainProcess pid=") for one in lines)
 
 
 @pytest.mark.parametrize("style", ["console", "json"])

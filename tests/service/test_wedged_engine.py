@@ -1,0 +1,190 @@
+"""A real server whose engine is hurt on purpose: what readiness says, and what is refused.
+
+One server with a tight pool serves all tests; they run in order, and the last one cuts it off.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.service.tiny_server import TinyServer, body, events, wait_for, words
+
+pytestmark = pytest.mark.engine
+
+RED_SECONDS = 10
+SLACK_SECONDS = 20
+"""On a busy machine: the probe itself and the test's clock have to get their turn."""
+QUEUE_SECONDS = 1.0
+
+# Loaded by Python at the start of every process: once the worker has the module that copies
+# tokens, each copy fails as long as a file is there.
+FAULT = """
+import importlib.abc, importlib.machinery, os, sys
+
+class Fault(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vtoken.kv_pool":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            copy = module.KVPool.copy
+            def faulty(self, *args):
+                if os.path.exists({flag!r}):
+                    raise MemoryError("injected fault")
+                return copy(self, *args)
+            module.KVPool.copy = faulty
+        spec.loader.exec_module = exec_module
+        return spec
+
+import importlib.util
+sys.meta_path.insert(0, Fault())
+"""
+
+
+@pytest.fixture(scope="module")
+def flag(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While it exists, copies fail."""
+    return tmp_path_factory.mktemp("fault") / "copies-fail"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, flag: Path) -> Iterator[TinyServer]:
+    (flag.parent / "sitecustomize.py").write_text(FAULT.format(flag=str(flag)))
+    server = TinyServer(
+        tmp_path_factory.mktemp("wedged"),
+        *("--max-num-seqs", "4"),
+        *("--vtoken-policy", "random"),
+        *("--vtoken-budget-tokens", "64"),
+        *("--vtoken-theta-f", "0.02"),
+        PYTHONPATH=str(flag.parent),
+        VTOKEN_MAX_QUEUE_SECONDS=str(QUEUE_SECONDS),
+        VTOKEN_DRAIN_SECONDS="3600",
+    )
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill_all()
+
+
+class Asking:
+    """A stream in the background that ends when it ends."""
+
+    def __init__(self, server: TinyServer, max_tokens: int = 1900) -> None:
+        self.num_events = 0
+        self.last: dict[str, Any] = {}
+        self.error: Exception | None = None
+        self._server, self._max_tokens = server, max_tokens
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        document = body(words(20), self._max_tokens, stream=True)
+        try:
+            url = self._server.url + "/v1/completions"
+            with httpx.stream("POST", url, json=document, timeout=300) as answer:
+                for event in events(answer):
+                    self.num_events += 1
+                    self.last = event
+        except (httpx.HTTPError, AssertionError) as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Until it has ended."""
+        self._thread.join(timeout=300)
+        assert not self._thread.is_alive()
+
+
+def red_within_bound(server: TinyServer) -> set[str]:
+    """The reasons, once readiness is red; checks that this did not take too long."""
+    started = time.monotonic()
+    reasons = wait_for(
+        lambda: (r := server.ready())[0] == 503 and r[1], RED_SECONDS + SLACK_SECONDS
+    )
+    print(f"red after {time.monotonic() - started:.1f} s: {reasons}")
+    return reasons
+
+
+@pytest.mark.parametrize("name", ["worker", "core"])
+def test_stopped_process_turns_readiness_red_and_back(server: TinyServer, name: str) -> None:
+    """Neither hangs up nor dies: only its silence tells. The stream goes on when it does."""
+    asking = Asking(server, 1500)
+    wait_for(lambda: asking.num_events)
+    victim = server.worker() if name == "worker" else server.worker().parent()
+    assert victim is not None
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        assert red_within_bound(server) == {"engine_unresponsive"}
+        assert server.get("/health/live").status_code == 200
+    finally:
+        victim.send_signal(signal.SIGCONT)
+    wait_for(lambda: server.ready()[0] == 200, 60)
+    asking.join()
+    assert asking.error is None
+
+
+def test_failing_copies_turn_readiness_red_and_answers_go_on(
+    server: TinyServer, flag: Path
+) -> None:
+    """Red with its reason while copies fail, although every answer is whole; then green again."""
+    flag.touch()
+    try:
+        statuses = [server.complete(words(100, 30 * n), 150).status_code for n in range(3)]
+        assert statuses == [200] * 3
+        assert red_within_bound(server) == {"copies_failing"}
+    finally:
+        flag.unlink()
+    wait_for(lambda: server.ready()[0] == 200, 90)
+
+
+def test_queue_that_is_too_long_is_refused_and_the_accepted_finish(server: TinyServer) -> None:
+    """Four run, some wait: 429 with Retry-After appears; who got in gets a whole answer."""
+    accepted = [Asking(server, 1000) for _ in range(12)]
+    wait_for(lambda: server.state()["engine"]["waiting"] >= 4)
+
+    def refusal() -> httpx.Response | None:
+        """Who is not refused would wait for its turn: it gives up instead, and asks again."""
+        document, headers = body(words(5), 1), {"X-Request-Id": "q"}
+        url = server.url + "/v1/completions"
+        try:
+            answer = httpx.post(url, json=document, headers=headers, timeout=1)
+        except httpx.ReadTimeout:
+            return None
+        return answer if answer.status_code == 429 else None
+
+    refused = wait_for(refusal, 60)
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.headers["X-Request-Id"] == "q"
+    assert refused.json()["error"]["type"] == "RateLimitError"
+    for one in accepted:
+        one.join()
+    assert [one.error for one in accepted] == [None] * 12
+    assert server.complete(words(5), 2).status_code == 200
+
+
+def test_second_signal_ends_it_at_once(server: TinyServer) -> None:
+    """An hour to drain and a stream to wait for: 143, the stream is told, no process is left."""
+    processes = server.descendants()
+    asking = Asking(server)
+    wait_for(lambda: asking.num_events)
+    server.terminate()
+    wait_for(lambda: server.ready()[1] == {"draining"}, 30)
+    server.terminate()
+    assert server.process.wait(timeout=60) == 128 + signal.SIGTERM
+    asking.join()
+    assert asking.error is None
+    assert asking.last["error"]["code"] == 503
+    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    wait_for(lambda: not any(p.is_running() and p.status() not in gone for p in processes), 60)
