@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vtoken.integration.vllm.attention_gpu_triton import LiveTritonBackend, LiveTritonImpl
@@ -116,3 +117,28 @@ def test_padded_requests_of_a_graph_read_nothing():
     metadata = group.build_metadata(full.common())
     assert metadata.seq_lens.tolist() == [3, 9, 0, 0]
     assert tables.lens.tolist() == [3, 9, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("batch", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_fp8_caches_are_read_as_the_numbers_they_stand_for(batch, scale, monkeypatch):
+    """Per tensor, e4m3, as vLLM stores them: in bytes, divided by the layer's scale."""
+    monkeypatch.setattr(current_platform, "has_device_capability", lambda *args, **kwargs: True)
+    shape = (8, 2, 64)
+    step = case.Step(*batch, *shape)
+    step.kv = (step.kv / scale).to(torch.float8_e4m3fn).to(torch.bfloat16) * scale
+    cache = torch.full(step.cache.shape, 0x7F, dtype=torch.uint8)  # NaN in e4m3
+    old = torch.ones(len(step.slots), dtype=torch.bool)
+    old[step.new] = False
+    stored = (step.kv / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    cache[step.slots[old], :, 0] = stored[old]
+    step.cache = cache
+    layer = case.make_layer()
+    layer._k_scale = layer._v_scale = torch.full((1,), scale)
+    group, _ = case.make_group(LiveTritonBackend, *shape, torch.uint8)
+    heads, kv_heads, dim = shape
+    output = step.run(
+        group, LiveTritonImpl(heads, dim, dim**-0.5, kv_heads, None, None, "fp8"), layer
+    )
+    assert torch.equal(cache[step.slots, :, 0], stored)
+    assert (output.double() - step.reference()).abs().max() < 0.02

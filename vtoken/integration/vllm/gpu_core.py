@@ -16,7 +16,7 @@ import torch
 from vtoken.copy_engine.cuda import CudaCopyEngine, Streams
 from vtoken.gpu_scores.mass import Scorer
 from vtoken.integration.vllm.attention_gpu import LiveTables, attach_tables
-from vtoken.integration.vllm.compat.gpu_side import key_scale
+from vtoken.integration.vllm.compat.gpu_side import fp8_logit_scale
 from vtoken.integration.vllm.observer_gpu import LogitScale, PagedObserver
 from vtoken.integration.vllm.query_capture import QueryCapture
 from vtoken.integration.vllm.ranks import Ranks
@@ -84,7 +84,10 @@ def make_gpu_core(
         UnsupportedError: a builder is not ours, or a cache has no whole words.
     """
     tables = attach_tables(groups)
-    paged = {name: PagedKV.from_cache(cache) for name, cache in caches.items()}
+    paged = {
+        name: PagedKV.from_cache(as_numbers(cache, layers[name].impl.kv_cache_dtype))
+        for name, cache in caches.items()
+    }
     pool = PagedPool(list(paged.values()), tools.mover)
     capture.attach(layers)
     scales = {name: logit_scale(layers[name]) for name in capture.queries}
@@ -93,10 +96,17 @@ def make_gpu_core(
     return WorkerCore(rows, engine, pool, observer, ranks), tables
 
 
+def as_numbers(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:
+    """``cache`` with the dtype of what it holds: vLLM stores fp8 in bytes."""
+    if cache.dtype == torch.uint8 and kv_cache_dtype.startswith("fp8"):
+        return cache.view(torch.float8_e4m3fn)
+    return cache
+
+
 def logit_scale(layer: Any) -> LogitScale:
-    """How an attention layer of vLLM scales its logits, the scale of an fp8 cache included."""
+    """How an attention layer of vLLM scales its logits, the scales of an fp8 cache included."""
     impl = layer.impl
     scale = float(impl.scale)
     if impl.kv_cache_dtype.startswith("fp8"):
-        scale *= key_scale(layer)
+        scale *= fp8_logit_scale(layer)
     return LogitScale(scale, float(impl.logits_soft_cap or 0.0))

@@ -74,9 +74,12 @@ def take_kernel_block_table(group: AttentionGroup) -> torch.Tensor:
     return table
 
 
-def key_scale(layer: Any) -> float:
-    """What the keys of a layer's fp8 cache are multiplied with."""
-    return float(layer._k_scale_float)
+def fp8_logit_scale(layer: Any) -> float:
+    """What logits of an fp8 cache are multiplied with: keys, and queries that vLLM quantised."""
+    scale = float(layer._k_scale_float)
+    if getattr(layer, "query_quant", None) is not None:
+        scale *= float(layer._q_scale_float)
+    return scale
 
 
 def with_live_tokens(
