@@ -60,9 +60,9 @@ SIZES = {
     "quick": Size(
         policies=("random",),
         pools=(200,),
-        saturated=Lengths(12, 600, 96),
+        saturated=Lengths(12, 600, 64),
         budget_tokens=256,
-        concurrencies=(3, 4, 5, 6, 8, 10),
+        concurrencies=(3, 4, 6, 8, 10),
         repeats=3,
         sweep_repeats=1,
         sweep_pools=(200,),

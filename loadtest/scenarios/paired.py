@@ -50,7 +50,7 @@ SIZES = {
         5,
         with_zipage=True,
     ),
-    "quick": Size(("h2o", "random"), (DOCUMENT,), Lengths(8, 512, 64), 5),
+    "quick": Size(("h2o", "random"), (DOCUMENT,), Lengths(8, 512, 64), 3),
     "smoke": Size(("random",), (SYNTHETIC,), Lengths(2, 96, 24), 1, rivals=("paged_eviction",)),
 }
 
