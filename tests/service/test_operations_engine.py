@@ -22,7 +22,7 @@ from tests.service.tiny_server import TinyServer, body, events, wait_for, words
 
 pytestmark = pytest.mark.engine
 
-MAX_PROMPT, MAX_OUTPUT, MAX_BODY, MAX_PER_KEY, TIMEOUT = 400, 1500, 20_000, 40, 60
+MAX_PROMPT, MAX_OUTPUT, MAX_BODY, MAX_PER_KEY = 400, 1200, 20_000, 20
 NUM_STREAMS = 200
 PARENT = "0af7651916cd43dd8448eb211c80319c"
 
@@ -275,7 +275,7 @@ def test_two_hundred_streams_leak_nothing(server: TinyServer) -> None:
     files_after = sum(process.num_fds() for process in processes)
     print(f"files {files} -> {files_after}, MiB {memory:.0f} -> {memory_after:.0f}")
     assert files_after <= files + 2
-    assert memory_after - memory < 40
+    assert memory_after - memory < 64
 
 
 def open_connections(server: TinyServer) -> int:
