@@ -157,6 +157,7 @@ class NaiveRequest:
         poisoned: its content was lost by a copy that failed after the commit.
         options: what the request itself asked for.
         num_prompt: length of its prompt.
+        last_signals: what its last eviction went by, if tokens may go early.
     """
 
     block_size: int
@@ -174,6 +175,7 @@ class NaiveRequest:
     poisoned: bool = False
     options: RequestOptions = NO_OPTIONS
     num_prompt: int = 0
+    last_signals: RequestSignals | None = None
 
     def grow(self, blocks: list[int], keys: Iterable[int]) -> None:
         """New live tokens with these contents, where the block list puts them."""

@@ -34,6 +34,9 @@ MAX_IN_FLIGHT = 3
 MAX_REQUESTS = 6
 _SPAN = 1 << 20
 
+Report = tuple[int, str | None, tuple[str, ...]]
+"""Ticket, error, and requests whose digests differ."""
+
 
 @dataclass(eq=False)
 class Request:
@@ -88,25 +91,38 @@ class Output:
     """A step's result on its way back, with the reports of copies that ended before it."""
 
     entries: list[Entry]
-    reports: list[tuple[int, str | None]]
+    reports: list[Report]
 
 
 @dataclass(eq=False)
 class PendingCopy:
-    """A batch that the copy engine has taken and may carry out at any time."""
+    """A batch that the copy engine has taken and may carry out at any time.
+
+    Attributes:
+        fails: half of it is copied, and that is reported.
+        damaged: with whose bytes it goes wrong while it reports success; the digests tell.
+        num_right: moves that are carried out right.
+    """
 
     ticket: int
     src: np.ndarray
     dst: np.ndarray
     fails: bool
+    damaged: tuple[str, ...]
+    num_right: int
 
     @classmethod
-    def of(cls, plans: list[RelocationPlan], fails: bool) -> PendingCopy:
-        """All moves of plans with one ticket."""
+    def of(cls, plans: list[RelocationPlan], fate: str) -> PendingCopy:
+        """All moves of plans with one ticket; ``fate`` is right, fails or damaged (the last
+        plan's bytes)."""
         src = np.concatenate([plan.moves.src_slots for plan in plans])
         dst = np.concatenate([plan.moves.dst_slots for plan in plans])
         assert not np.intersect1d(src, dst).size
-        return cls(plans[0].ticket, src, dst, fails)
+        last = plans[-1].moves.num_moves
+        is_damaged = fate == "damaged" and last > 0
+        damaged = (plans[-1].req_id,) if is_damaged else ()
+        right = len(src) // 2 if fate == "fails" else len(src) - last * is_damaged
+        return cls(plans[0].ticket, src, dst, fate == "fails", damaged, right)
 
 
 @dataclass
@@ -127,9 +143,12 @@ class Counts:
     urgent: int = 0
     early: int = 0
     lost: int = 0
+    lost_bytes: int = 0
     postponed: int = 0
     mid_prefill: int = 0
     early_evictions: int = 0
+    early_by_score: int = 0
+    abandoned: int = 0
     held: int = 0
     shared: int = 0
     packed: int = 0
@@ -173,10 +192,11 @@ class EngineModel:
         self.steps: deque[Step] = deque()
         self.outputs: deque[Output] = deque()
         self.pending: PendingCopy | None = None
-        self.reports: list[tuple[int, str | None]] = []
+        self.reports: list[Report] = []
         self.in_flight: dict[int, list[tuple[NaiveRequest | None, RelocationPlan]]] = {}
         self.unproven: dict[int, list[tuple[str, NaiveRequest]]] = {}
-        self.failed_tickets: set[int] = set()
+        # Copies that happened and are not settled: whose bytes went wrong, None for all.
+        self.failed_tickets: dict[int, tuple[str, ...] | None] = {}
         # Slots that a committed copy has still to fill, with the last such copy's ticket: a slot
         # may be filled, emptied and filled again by plans of one step.
         self.uncopied: dict[int, int] = {}
@@ -242,8 +262,8 @@ class EngineModel:
         if not self.outputs:
             return
         output = self.outputs.popleft()
-        for ticket, error in output.reports:
-            self._settle(ticket, error)
+        for report in output.reports:
+            self._settle(*report)
         for entry in output.entries:
             request = entry.request
             if self.naive.requests.get(request.req_id) is not entry.naive:
@@ -265,6 +285,19 @@ class EngineModel:
             return
         self.counts.aborted += 1
         self._forget(request)
+
+    def abandon(self) -> None:
+        """An operator resets the prefix cache, which needs every block back at once."""
+        self.layer.abandon_relocations()
+        for ticket, plans in self.in_flight.items():
+            self.in_flight[ticket] = []
+            for naive, plan in plans:
+                self.counts.rolled_back += 1
+                self.counts.abandoned += 1
+                if naive is not None:
+                    naive.settle(plan.source_indices.tolist(), [], {})
+        assert not self.layer.reclamation.num_in_flight
+        self.check()
 
     def preempt(self, index: int) -> None:
         """The scheduler takes all blocks of a running request, which waits to be computed anew."""
@@ -304,13 +337,13 @@ class EngineModel:
 
     # -- worker ----------------------------------------------------------------------------
 
-    def execute(self, copy_fails: bool = False, hold_reports: bool = False) -> None:
+    def execute(self, copy_fate: str = "right", hold_reports: bool = False) -> None:
         """The worker runs the oldest step: copies, rows, write, read, start new copies."""
         if not self.steps:
             return
         step = self.steps.popleft()
         self.copy()
-        urgent = [PendingCopy.of([plan], copy_fails) for plan in step.urgent]
+        urgent = [PendingCopy.of([plan], copy_fate) for plan in step.urgent]
         for batch in urgent if not self.urgent_late else []:
             self._carry_out(batch)
         for entry in step.entries:
@@ -327,7 +360,7 @@ class EngineModel:
                 continue
             assert found == entry.read_keys, f"{entry.request.req_id} reads wrong content"
         if step.plans:
-            self.pending = PendingCopy.of(step.plans, copy_fails)
+            self.pending = PendingCopy.of(step.plans, copy_fate)
         self.outputs.append(Output(step.entries, [] if hold_reports else self._take_reports()))
 
     def copy(self) -> None:
@@ -337,17 +370,16 @@ class EngineModel:
             self._carry_out(copy)
 
     def _carry_out(self, copy: PendingCopy) -> None:
-        end = len(copy.src) // 2 if copy.fails else len(copy.src)
+        end = copy.num_right
         if not self.skip_copies:
             self.memory[copy.dst[:end]] = self.memory[copy.src[:end]]
-        if copy.fails:
-            for _, naive in self.unproven.get(copy.ticket, []):
-                naive.poisoned = True
-            self.failed_tickets.add(copy.ticket)
+        for req_id, naive in self.unproven.get(copy.ticket, []):
+            naive.poisoned |= copy.fails or req_id in copy.damaged
+        self.failed_tickets[copy.ticket] = None if copy.fails else copy.damaged
         for slot in copy.dst.tolist():
             if self.uncopied.get(slot) == copy.ticket:
                 del self.uncopied[slot]
-        self.reports.append((copy.ticket, "boom" if copy.fails else None))
+        self.reports.append((copy.ticket, "boom" if copy.fails else None, copy.damaged))
 
     def drain(self) -> None:
         """Everything ends; nothing may be left."""
@@ -358,8 +390,8 @@ class EngineModel:
             self._forget(request)
         self.waiting.clear()
         self.copy()
-        for ticket, error in self._take_reports():
-            self._settle(ticket, error)
+        for report in self._take_reports():
+            self._settle(*report)
         assert not self.layer.requests
         assert self.layer.reclamation.num_in_flight == 0
         assert self.pool.num_free_blocks() == self.num_blocks
@@ -533,6 +565,8 @@ class EngineModel:
             assert self._may_evict_early(naive)
             assert num_tokens == len(naive.key) >= self._first_due(naive.prefill_end)
             self.counts.early_evictions += 1
+            self.counts.early_by_score += bool(self._policy_of(naive.options).signals)
+            assert set(victims) <= set(self._early_candidates(naive))
             self._evict_naive(naive, num_tokens, victims)
             naive.next_due = self._next_due(naive, num_tokens)
         if not relieved:
@@ -551,8 +585,9 @@ class EngineModel:
     def _await_proof(self, naive: NaiveRequest, plan: RelocationPlan) -> None:
         """Committed before the copy was reported."""
         self.unproven.setdefault(plan.ticket, []).append((plan.req_id, naive))
-        if plan.ticket in self.failed_tickets:
-            naive.poisoned = True  # the copy has failed already, the report is on its way
+        if plan.ticket in self.failed_tickets:  # it happened already, the report is on its way
+            wrong = self.failed_tickets[plan.ticket]
+            naive.poisoned |= wrong is None or plan.req_id in wrong
         elif not self._is_copied(plan.ticket):
             self.uncopied.update(dict.fromkeys(plan.moves.dst_slots.tolist(), plan.ticket))
 
@@ -626,18 +661,19 @@ class EngineModel:
         assert plan.moves.dst_slots.tolist() == gap_free[: len(tokens)]
         assert len(plan.dst_blocks) == -(-len(tokens) // self.block_size)
 
-    def _settle(self, ticket: int, error: str | None) -> None:
+    def _settle(self, ticket: int, error: str | None, damaged: tuple[str, ...]) -> None:
         plans = self.in_flight.pop(ticket, [])
         unproven = self.unproven.pop(ticket, [])
-        self.failed_tickets.discard(ticket)
-        lost = self.layer.settle(ticket, error)
+        self.failed_tickets.pop(ticket, None)
+        lost = self.layer.settle(ticket, error, damaged)
         current = [r for r, naive in unproven if self.naive.requests.get(r) is naive]
-        assert lost == (current if error is not None else [])
+        assert lost == [r for r in current if error is not None or r in damaged]
+        self.counts.lost_bytes += bool(lost and error is None)
         for naive, plan in plans:
             if naive is None:
                 self.counts.rolled_back += 1
                 continue
-            if error is not None:
+            if error is not None or plan.req_id in damaged:
                 self.counts.failed += 1
                 naive.settle(plan.source_indices.tolist(), [], {})
             else:
@@ -665,6 +701,8 @@ class EngineModel:
         self.counts.opted_out += due <= request.done and not naive.options.evict
         if is_through:
             naive.next_due = self._next_due(naive, request.done)
+            if self.layer.config.evict_free_ratio < 1:
+                naive.last_signals = signals
         self._follow_packing(request, naive, num_urgent, is_through)
         self.check()
 
@@ -759,12 +797,29 @@ class EngineModel:
             if req_id in granted and len(naive.slot) == num_tokens:
                 continue  # its blocks of this step are in the prefix cache already
             if num_tokens >= self._first_due(naive.prefill_end):
-                candidates = self._evictable(naive, num_tokens)
+                candidates = self._early_candidates(naive)
+                if self._policy_of(naive.options).whole_pages:
+                    continue
                 assert not candidates or len(naive.slot) <= self._target(naive, num_tokens)
 
     def _may_evict_early(self, naive: NaiveRequest) -> bool:
         policy = self._policy_of(naive.options)
-        return self.layer.config.evict_free_ratio < 1 and policy.evicts and not policy.signals
+        return self.layer.config.evict_free_ratio < 1 and policy.evicts
+
+    def _early_candidates(self, naive: NaiveRequest) -> list[int]:
+        """With a policy that needs signals, what the request's last eviction had signals of."""
+        policy, last = self._policy_of(naive.options), naive.last_signals
+        candidates = self._evictable(naive, len(naive.key))
+        if not policy.signals:
+            return candidates
+        if last is None or not policy.signals <= last.values.keys():
+            return []
+        observed = set(last.token_ids[: last.num_observed].tolist())
+        if policy.signals & ATTENTION_SIGNALS and not observed & set(naive.slot):
+            return []
+        blind = naive.prefill_end if not policy.signals & DECODE_SIGNALS else len(naive.key)
+        known = set(last.token_ids.tolist())
+        return [t for t in candidates if t in observed or (t in known and t >= blind)]
 
     def _expected_eviction(
         self, request: Request, naive: NaiveRequest, signals: RequestSignals | None
@@ -828,7 +883,7 @@ class EngineModel:
             ]
         self.check()
 
-    def _take_reports(self) -> list[tuple[int, str | None]]:
+    def _take_reports(self) -> list[Report]:
         reports, self.reports = self.reports, []
         return reports
 
@@ -869,11 +924,12 @@ def act(model: EngineModel, rng: random.Random, trail: deque[str]) -> None:
     """One random thing; what is drawn does not depend on the state of the layer."""
     actions: dict[str, tuple[int, Callable[[], None]]] = {
         "schedule": (30, lambda: model.schedule(rng.randint(1, 12), rng.randint(0, 9), 1)),
-        "execute": (28, lambda: model.execute(rng.random() < 0.1, rng.random() < 0.2)),
+        "execute": (28, lambda: model.execute(random_fate(rng), rng.random() < 0.2)),
         "output": (28, model.process_output),
         "copy": (6, model.copy),
         "add": (8, lambda: _add_random_request(model, rng)),
         "abort": (1, lambda: model.abort(rng.randint(0, 9))),
+        "abandon": (1, model.abandon),
         "preempt": (2, lambda: model.preempt(rng.randint(0, 9))),
         "patch": (2, lambda: model.patch(dict([_random_patch(rng)]))),
     }
@@ -890,7 +946,7 @@ def drive_sharing(model: EngineModel, rng: random.Random, num_operations: int) -
             _add_random_request(model, rng)
         model.schedule(rng.randint(8, 64), rng.randint(0, 19), 3)
         if rng.random() < 0.9:
-            model.execute(rng.random() < 0.1, rng.random() < 0.1)
+            model.execute(random_fate(rng), rng.random() < 0.1)
         if rng.random() < 0.9:
             model.process_output()
         if rng.random() < 0.2:
@@ -900,6 +956,11 @@ def drive_sharing(model: EngineModel, rng: random.Random, num_operations: int) -
         if rng.random() < 0.02:
             model.preempt(rng.randint(0, 9))
     model.drain()
+
+
+def random_fate(rng: random.Random) -> str:
+    """What becomes of the copies of a step."""
+    return rng.choices(["right", "fails", "damaged"], [0.87, 0.08, 0.05])[0]
 
 
 def _add_random_request(model: EngineModel, rng: random.Random) -> None:
@@ -933,7 +994,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 RARE = (
     *("urgent", "early", "early_evictions", "lost", "postponed", "shared", "packed", "opted_out"),
-    "mid_prefill",
+    *("mid_prefill", "early_by_score", "lost_bytes", "abandoned"),
 )
 """What needs a pool that runs dry, a patch to a policy with signals or to a cap, a request of a
 rare kind, or holders in step."""

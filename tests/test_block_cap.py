@@ -143,8 +143,11 @@ def test_a_failed_copy_costs_its_request() -> None:
     layer, pool = make_layer(**CAPPED)
     kv = make_request(layer, pool, num_tokens=40)
     layer.evict_if_due(kv, 40)
+    assert layer.reclamation.awaits_reports
     (plan,) = layer.reclamation.take_urgent()
+    assert layer.reclamation.awaits_reports
     assert layer.settle(plan.ticket, "boom") == [kv.req_id]
+    assert not layer.reclamation.awaits_reports
 
 
 def test_shared_blocks_stay_where_they_are() -> None:

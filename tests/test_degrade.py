@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import pytest
 
 from tests.core_models import ModelPool, kill, make_layer, make_request
+from vtoken import reclamation
 from vtoken.errors import InvariantViolationError
+from vtoken.planner import build_moves
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_layer import SAMPLED_VERIFY_INTERVAL, TokenLayer
+from vtoken.types import RelocationMoves
 
 
 def make_planned() -> tuple[TokenLayer, ModelPool, RequestKV, RelocationPlan]:
@@ -84,8 +89,7 @@ def test_copies_in_flight_are_not_trusted_any_more() -> None:
 def test_broken_mapping_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """I2: two tokens on one slot cannot be told apart again."""
     layer, _, kv, plan = make_planned()
-    kv.table._offset[16] = 1
-    kv.table._block_id[16] = plan.dst_blocks[0]
+    kv.table._slot[16] = plan.dst_blocks[0] * kv.block_size + 1
     monkeypatch.setattr(type(kv.table), "apply_moves", lambda *_: None)
     assert layer.settle(plan.ticket, None) == ["a"]
     assert_stopped(layer, "I2")
@@ -122,3 +126,46 @@ def test_full_raises_instead() -> None:
     with pytest.raises(InvariantViolationError, match="digest abc became abd"):
         layer.check_conservation("a", 4, "abc", "abd")
     assert layer.config.mode == "lazy"
+
+
+def _move_to_wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that leaves a gap in the destinations."""
+
+    def build(*args: Any) -> RelocationMoves:
+        moves = build_moves(*args)
+        return dataclasses.replace(moves, dst_slots=moves.dst_slots[::-1].copy())
+
+    monkeypatch.setattr(reclamation, "build_moves", build)
+
+
+@pytest.mark.parametrize("capped", [False, True])
+def test_wrong_urgent_plan_stops_relocation(monkeypatch: pytest.MonkeyPatch, capped: bool) -> None:
+    """Checked before it is committed: nothing was changed, and no further plan is made."""
+    layer, pool, kv = make_holes()
+    _move_to_wrong_slots(monkeypatch)
+    blocks, slots = list(pool.lists["a"]), kv.table.live_slots().tolist()
+    if capped:
+        layer.reclamation.compact(kv, 17)
+    else:
+        assert not layer.reclaim_now()
+    assert layer.reclamation.take_urgent() == []
+    assert (pool.lists["a"], kv.table.live_slots().tolist()) == (blocks, slots)
+    assert layer.stats.counter("relocations_total", "failed") == 1
+    assert_stopped(layer, "I4")
+    pool.check_integrity()
+
+
+def test_wrong_urgent_plan_stops_the_engine_under_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a wrong plan of any other kind."""
+    layer, _, _ = make_holes("full")
+    _move_to_wrong_slots(monkeypatch)
+    with pytest.raises(InvariantViolationError, match="I4"):
+        layer.reclaim_now()
+
+
+@pytest.mark.parametrize(("level", "num_checks"), [("off", 0), ("sampled", 1), ("full", 1)])
+def test_urgent_plans_are_checked_like_others(level: str, num_checks: int) -> None:
+    """I4 is counted for them, too."""
+    layer, _, _ = make_holes(level)
+    assert layer.reclaim_now()
+    assert layer.stats.counter("invariant_checks_total", "I4") == num_checks

@@ -168,3 +168,59 @@ def test_unfinished_prefill_goes_early_only_if_it_may_evict(
     fill(pool, 0)
     assert layer.reclaim_now() == during_prefill
     assert kv.table.num_live == num_live
+
+
+def make_scored(
+    policy: str = "h2o", num_tokens: int = 23
+) -> tuple[TokenLayer, ModelPool, RequestKV]:
+    """Cut to 8 of 20 tokens by scores, then more tokens came; no block is free."""
+    layer, pool = make_layer(
+        ModelPool(NUM_BLOCKS), policy=policy, evict_free_ratio=0.99, evict_interval_tokens=100
+    )
+    kv = make_request(layer, pool, num_tokens=20)
+    fill(pool, 8)
+    names = sorted(layer.evictor.policy.signals)
+    layer.evict_if_due(kv, 20, make_signals(kv.table.live_ids(), names))
+    assert pool.grow("a", num_tokens)
+    layer.schedule_tokens(kv, 20, num_tokens)
+    fill(pool, 0)
+    return layer, pool, kv
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "scissorhands", "snapkv", "rkv", "knorm"])
+def test_last_known_scores_choose_what_goes_early(policy: str) -> None:
+    """Down to the budget, among the tokens that the last eviction had scores of."""
+    layer, _, kv = make_scored(policy)
+    known = set(kv.table.live_ids().tolist()) - {20, 21, 22}
+    layer.reclaim_now()
+    left = set(kv.table.live_ids().tolist())
+    assert len(left) == 8
+    assert {20, 21, 22} <= left <= known | {20, 21, 22}
+    assert kv.next_evict_at == 123
+    layer.check_all()
+
+
+def test_tokens_without_a_score_do_not_go_early() -> None:
+    """Rather fewer victims than one that nobody has looked at."""
+    layer, _, kv = make_scored(num_tokens=35)
+    layer.reclaim_now()
+    left = kv.table.live_ids().tolist()
+    assert left == [0, *range(20, 35)]  # the sink, and what came later
+
+
+def test_scores_of_another_policy_are_not_used_early() -> None:
+    """After a switch a request stays as it is until it was observed."""
+    layer, _, kv = make_scored()
+    layer.patch({"policy": "scissorhands"})
+    num_live = kv.num_live
+    layer.reclaim_now()
+    assert kv.num_live == num_live
+
+
+def test_no_scores_are_kept_where_nothing_goes_early() -> None:
+    """They would be memory for nothing."""
+    layer, pool = make_layer(policy="h2o")
+    kv = make_request(layer, pool, num_tokens=20)
+    layer.evict_if_due(kv, 20, make_signals(kv.table.live_ids()))
+    assert kv.num_evicted
+    assert kv.last_signals is None

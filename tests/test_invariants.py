@@ -63,15 +63,15 @@ def test_i2_compares_what_attention_read(
 
 
 def _two_tokens_on_one_slot(kv: RequestKV) -> None:
-    kv.table._offset[5] = kv.table._offset[4]
+    kv.table._slot[5] = kv.table._slot[4]
 
 
 def _token_in_foreign_block(kv: RequestKV) -> None:
-    kv.table._block_id[5] = 31
+    kv.table._slot[5] = 31 * kv.block_size + 1
 
 
 def _token_in_null_block(kv: RequestKV) -> None:
-    kv.table._block_id[5] = 0
+    kv.table._slot[5] = 1
 
 
 def _wrong_live_counter(kv: RequestKV) -> None:

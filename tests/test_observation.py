@@ -77,6 +77,26 @@ def test_decode_stands_in_for_a_window_that_was_missed() -> None:
     found = queries_to_observe(signals, CONFIG, 115, 116, 100, 116, window_missed=True)
     assert found == Observe(1, True)
     assert queries_to_observe(SUM, CONFIG, 115, 116, 100, 116, window_missed=True) == (1, False)
+    late = [
+        after
+        for after in range(101, 140)
+        if queries_to_observe(signals, CONFIG, after - 1, after, 100, 140, window_missed=True)
+    ]
+    window = range(140 - CONFIG.score_window_tokens + 1, 140)
+    assert late == sorted({*range(104, 140, CONFIG.score_interval_steps), *window})
+
+
+def test_overdue_window_is_observed_by_the_interval_only() -> None:
+    """While the pool is ample, nothing is evicted and nobody looks at every query."""
+    signals = frozenset({ATTENTION_PREFILL})
+    found = [
+        after
+        for after in range(141, 161)
+        if queries_to_observe(
+            signals, CONFIG, after - 1, after, 100, 140, may_evict=False, window_missed=True
+        )
+    ]
+    assert found == [144, 148, 152, 156, 160]
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.data())

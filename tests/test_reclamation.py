@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core_models import ModelPool, kill, make_layer, make_request
+from vtoken.errors import PlanError
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_layer import TokenLayer
 
@@ -420,3 +421,49 @@ def test_urgent_reclaim_fails_without_gain_or_room(num_free: int) -> None:
     assert not layer.reclaim_now()
     assert pool.num_free_blocks() == num_free
     assert layer.reclamation.take_urgent() == []
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_abandoned_plans_give_every_block_back_at_once(orphaned: bool) -> None:
+    """Without waiting for the report, which is still taken, and changes nothing."""
+    layer, pool, kv = make_holes()
+    ticket = plan_one(layer, kv).ticket
+    if orphaned:
+        layer.forget("a")
+        pool.release("a")
+    before = list(pool.lists.get("a", ()))
+    layer.abandon_relocations()
+    assert layer.reclamation.num_in_flight == layer.reclamation.blocks_in_flight() == 0
+    assert list(pool.lists.get("a", ())) == before
+    assert kv.plan is None
+    pool.check_integrity()
+    assert layer.settle(ticket, None) == []
+    assert layer.stats.counter("relocations_total", "rolled_back") == 1
+    layer.check_all()
+
+
+def test_abandoned_plan_frees_what_evictions_emptied_meanwhile() -> None:
+    """Its sources were spared while it was in flight."""
+    layer, pool, kv = make_holes()
+    plan = plan_one(layer, kv)
+    kill(layer, kv, kv.table.live_ids_in(kv.blocks.ids[plan.source_indices[:1]]).tolist())
+    held = kv.num_retained
+    layer.abandon_relocations()
+    assert kv.num_retained == held - 1
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["never sent", "reported twice", "withdrawn"])
+def test_report_of_an_unknown_batch_is_an_error(kind: str) -> None:
+    """With the numbers; a batch of a request that ended is not unknown until its report."""
+    layer, pool, kv = make_holes()
+    plan = plan_one(layer, kv)
+    if kind == "withdrawn":
+        layer.reclamation.withdraw([plan], layer.requests)
+    else:
+        layer.forget("a")
+        pool.release("a")
+        layer.settle(plan.ticket, None)
+    ticket = 99 if kind == "never sent" else plan.ticket
+    with pytest.raises(PlanError, match=rf"batch {ticket} was reported, outstanding are \[\]"):
+        layer.settle(ticket, None)

@@ -145,8 +145,8 @@ def test_online_checks_stop_a_broken_layer(
     kill(layer, kv, [token for token in range(1, 16) if token % 4])
     if invariant == "I2":
         layer.plan_relocations([(kv, 17)])
-        kv.table._offset[16] = 1
-        kv.table._block_id[16] = kv.plan.dst_blocks[0] if kv.plan else 0
+        assert kv.plan is not None
+        kv.table._slot[16] = kv.plan.dst_blocks[0] * kv.block_size + 1
         monkeypatch.setattr(type(kv.table), "apply_moves", lambda *_: None)
     else:
         monkeypatch.setattr(pool, "allocate", lambda n: pool.__class__.allocate(pool, 4))

@@ -122,10 +122,10 @@ class TokenLayerMachine(RuleBasedStateMachine):
         """The scheduler sends a step."""
         self.model.schedule(chunk, skip, num_admit)
 
-    @rule(copy_fails=st.booleans(), hold_reports=st.booleans())
-    def execute(self, copy_fails: bool, hold_reports: bool) -> None:
+    @rule(fate=st.sampled_from(("right", "fails", "damaged")), hold_reports=st.booleans())
+    def execute(self, fate: str, hold_reports: bool) -> None:
         """The worker runs a step."""
-        self.model.execute(copy_fails, hold_reports)
+        self.model.execute(fate, hold_reports)
 
     @rule()
     def copy(self) -> None:
@@ -141,6 +141,11 @@ class TokenLayerMachine(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         """A client leaves."""
         self.model.abort(index)
+
+    @rule()
+    def abandon(self) -> None:
+        """The prefix cache is reset."""
+        self.model.abandon()
 
     @rule(index=st.integers(0, 9))
     def preempt(self, index: int) -> None:

@@ -181,10 +181,10 @@ def test_moves_are_all_or_nothing(moves: tuple[list[int], ...], message: str) ->
 
 
 def test_memory_per_token_is_as_documented() -> None:
-    """4 + 2 + 1 bytes a token: 112 KiB at 16 K tokens."""
+    """4 + 1 bytes a token: 80 KiB at 16 K tokens."""
     table = make_table(16 * 1024, range(1, 1025), 16)
-    arrays = [getattr(table, name) for name in ("_block_id", "_offset", "_live")]
-    assert sum(a.nbytes for a in arrays) == 112 * 1024
+    arrays = [getattr(table, name) for name in ("_slot", "_live")]
+    assert sum(a.nbytes for a in arrays) == 80 * 1024
 
 
 @pytest.mark.parametrize(

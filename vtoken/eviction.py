@@ -132,39 +132,57 @@ class Evictor:
                 return False
             if len(victims):
                 self._evict(kv, num_computed, live_ids, victims)
+        if config.evict_free_ratio < 1:
+            kv.last_signals = signals
         kv.next_evict_at = _next_due(kv, config, num_computed)
         return True
 
     def evict_early(self, kv: RequestKV) -> None:
         """Bring a request down to its budget before it is due, rather than preempt somebody.
 
-        Only where outputs depend on the load anyway, and with a policy that needs no signals:
-        between two steps none are at hand.
+        Only where outputs depend on the load anyway. A policy that needs signals goes by those of
+        the request's last eviction: between two steps no others are at hand. Tokens that came
+        later stay, and a request without any stays as it is.
         """
         config, policy = self.document_of(kv).config, self.policy_of(kv)
-        if config.evict_free_ratio >= 1 or policy.signals or not policy.evicts:
+        if config.evict_free_ratio >= 1 or not policy.evicts:
             return
         if kv.num_tokens < first_eviction_at(config, kv.prefill_end):
             return
         live_ids = kv.table.live_ids()
-        victims = self._select(kv, kv.num_tokens, live_ids, None)
+        if not policy.signals:
+            victims = self._select(kv, kv.num_tokens, live_ids, None)
+        elif kv.last_signals is not None:
+            known = kv.last_signals.of_survivors(live_ids)
+            num_newer = len(live_ids) - len(known.token_ids)
+            victims = self._select(kv, kv.num_tokens, known.token_ids, known, num_newer)
+        else:
+            return
         if victims is not None and len(victims):
             self._evict(kv, kv.num_tokens, live_ids, victims)
             kv.next_evict_at = _next_due(kv, config, kv.num_tokens)
 
     def _select(
-        self, kv: RequestKV, num_computed: int, live_ids: IdArray, signals: RequestSignals | None
+        self,
+        kv: RequestKV,
+        num_computed: int,
+        live_ids: IdArray,
+        signals: RequestSignals | None,
+        num_newer: int = 0,
     ) -> IdArray | None:
-        """Victims, maybe none; None if the policy lacks observations to choose by."""
+        """Victims out of ``live_ids``, maybe none; None if the policy lacks observations.
+
+        ``num_newer`` further tokens are live and count against the budget, but cannot go.
+        """
         document = self.document_of(kv)
         policy = self.policy_of(kv, document)
-        if len(live_ids) <= self.target_of(kv, num_computed):
+        if len(live_ids) + num_newer <= self.target_of(kv, num_computed):
             return live_ids[:0]
         seen = _usable(policy.signals, signals, live_ids)
         if seen is None:
             return None
         kv.window_missed = False
-        choice = what_may_go(kv, policy, document.config, num_computed, seen)
+        choice = what_may_go(kv, policy, document.config, num_computed, seen, num_newer)
         if choice.num_victims <= 0:
             return live_ids[:0]
         try:
@@ -238,6 +256,7 @@ def what_may_go(
     config: VTokenConfig,
     num_computed: int,
     seen: RequestSignals,
+    num_newer: int = 0,
 ) -> Choice:
     """How many tokens a request over its budget must lose, and which it may lose; pure.
 
@@ -247,9 +266,10 @@ def what_may_go(
         config: budget and protection, where the request has none of its own.
         num_computed: tokens whose K/V exists.
         seen: its live tokens below ``num_computed``, with the signals of ``policy``.
+        num_newer: live tokens below ``num_computed`` that are not among them, and cannot go.
     """
     live_ids = seen.token_ids
-    excess = len(live_ids) - target_live_tokens(kv, config, num_computed)
+    excess = len(live_ids) + num_newer - target_live_tokens(kv, config, num_computed)
     view = LiveView(
         live_ids,
         num_computed,
@@ -260,7 +280,7 @@ def what_may_go(
     )
     protected = protected_tokens(view, config.sink_tokens, config.recent_tokens)
     protect_spans(view, kv.options.protect, protected)
-    protected |= _without_score(policy, kv, seen)  # must not die first
+    _protect_unseen(policy, kv, seen, protected)  # they must not die first
     if policy.whole_pages:
         protected = protect_partial_pages(view, protected)
         excess -= excess % view.page_size
@@ -268,12 +288,15 @@ def what_may_go(
     return Choice(view, num_victims, protected)
 
 
-def _without_score(policy: EvictionPolicy, kv: RequestKV, seen: RequestSignals) -> BoolArray:
-    """Live tokens that an observation was due for and that none has seen yet; ``[n]``."""
-    unseen: BoolArray = np.arange(len(seen.token_ids)) >= seen.num_observed
-    if not policy.signals & DECODE_SIGNALS:
-        unseen &= seen.token_ids < kv.prefill_end  # generated tokens are not observed at all
-    return unseen
+def _protect_unseen(
+    policy: EvictionPolicy, kv: RequestKV, seen: RequestSignals, protected: BoolArray
+) -> None:
+    """Mark live tokens that an observation was due for and that none has seen yet."""
+    unseen = slice(seen.num_observed, None)
+    if policy.signals & DECODE_SIGNALS:
+        protected[unseen] = True
+    else:  # generated tokens are not observed at all
+        protected[unseen] |= seen.token_ids[unseen] < kv.prefill_end
 
 
 def _usable(

@@ -12,6 +12,8 @@ into chunks:
               eviction is due: the one case in which the cut into chunks matters
     decode    every ``score_interval_steps``-th query, counted so that the query whose step is
               followed by an eviction is always one of them
+    late      a policy of the prefill's last queries that came after them: the last
+              ``score_window_tokens`` queries before its first eviction stand in for them
 
 One observed query yields one *mass* per live token: its softmax weight, averaged over heads and
 sampled layers. The masses of one query sum to 1.
@@ -35,7 +37,7 @@ ATTENTION_LAST = "attention_last"
 """float32: mass of the last observed query."""
 ATTENTION_PREFILL = "attention_prefill"
 """float32: accumulated mass of the observed queries of the prefill alone; under a policy that
-came after the prefill, of the decode queries before its first eviction."""
+came after the prefill, of the last decode queries before its first eviction."""
 ATTENTION_HISTORY = "attention_history"
 """uint64: one bit per observed query, the newest lowest; set where the mass exceeded the mean
 mass ``1 / live tokens``. Holds the last 64 observations."""
@@ -97,6 +99,13 @@ class RequestSignals:
     num_observed: int
     values: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
+    def of_survivors(self, live_ids: IdArray) -> RequestSignals:
+        """The same for the tokens of then that are among ``live_ids``, ascending, later on."""
+        kept = np.flatnonzero(np.isin(self.token_ids, live_ids, assume_unique=True))
+        num_observed = int(np.searchsorted(kept, self.num_observed))
+        values = {name: array[kept] for name, array in self.values.items()}
+        return RequestSignals(self.token_ids[kept], num_observed, values)
+
     def aligned(self, live_ids: IdArray) -> RequestSignals | None:
         """The same for the tokens that are left; None if some were not live in that step."""
         if len(self.token_ids) == len(live_ids) and (self.token_ids == live_ids).all():
@@ -137,6 +146,9 @@ def queries_to_observe(
         first = max(num_before, end - config.score_window_tokens)
         wanted = signals & ATTENTION_SIGNALS and num_after > first
         return Observe(num_after - first, True) if wanted else None
-    observed = due or (next_evict_at - num_after) % config.score_interval_steps == 0
-    late = window_missed and bool(signals & PREFILL_SIGNALS)
-    return Observe(1, late) if observed and (late or signals & DECODE_SIGNALS) else None
+    left = next_evict_at - num_after
+    observed = due or left % config.score_interval_steps == 0
+    if window_missed and signals & PREFILL_SIGNALS:
+        in_window = observed or 0 <= left < config.score_window_tokens
+        return Observe(1, True) if in_window else None
+    return Observe(1, False) if observed and signals & DECODE_SIGNALS else None

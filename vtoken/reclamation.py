@@ -15,13 +15,14 @@ that may write to the blocks that they freed; only a failing copy then costs its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.config import VTokenConfig
+from vtoken.errors import PlanError
 from vtoken.occupancy import GIVEN_BACK, BlockOccupancy, RequestBlocks
 from vtoken.planner import BlockSnapshot, Rejection, SourceChoice, build_moves, choose_sources
 from vtoken.ports import BlockPoolPort
@@ -46,13 +47,20 @@ class Settled:
     lost: list[RequestKV]
 
 
+_REFUSED = Rejection("refused")
+
 MAX_PLANS_PER_STEP = 32
 """When F passes θ_F, hundreds of requests have something to gain at once. Planning for all of
 them would stall one step; this many already free blocks faster than decoding takes them."""
 
 
 class ReclamationManager:
-    """Plans relocations and carries them through; owns every plan in flight."""
+    """Plans relocations and carries them through; owns every plan in flight.
+
+    Attributes:
+        approves: asked for each plan that is committed as it is made, with the number of tokens
+            whose K/V is complete: False takes the plan back.
+    """
 
     def __init__(
         self,
@@ -72,6 +80,7 @@ class ReclamationManager:
         self._next_ticket = 1
         self._steps_to_check = 0
         self._net_freed = 0
+        self.approves: Callable[[RelocationPlan, int], bool] = lambda plan, num_computed: True
 
     def reconfigure(self, config: VTokenConfig) -> None:
         """Use other thresholds from the next step on; plans in flight are not affected."""
@@ -92,6 +101,11 @@ class ReclamationManager:
     def num_in_flight(self) -> int:
         """Plans sent and not yet settled, orphaned ones included."""
         return sum(len(plans) for plans in self._in_flight.values())
+
+    @property
+    def awaits_reports(self) -> bool:
+        """Whether any copy has still to be made or reported, committed early or not."""
+        return bool(self._urgent or self._unproven or self.num_in_flight)
 
     def blocks_in_flight(self) -> int:
         """Destination blocks held by plans in flight."""
@@ -272,6 +286,8 @@ class ReclamationManager:
             copy it before the next forward: see :meth:`take_urgent`.
         """
         for kv, num_computed in _by_waste(requests):
+            if not self._config.relocates:
+                break  # the last plan was not approved of, and that stopped relocation
             plan = self._pack(kv, num_computed, self._config.max_source_blocks)
             if isinstance(plan, RelocationPlan):
                 self._stats.inc("urgent_relocations_total")
@@ -287,7 +303,7 @@ class ReclamationManager:
         all_places = kv.num_places
         while isinstance(plan := self._pack(kv, num_computed, all_places), RelocationPlan):
             pass
-        if plan.reason != "no_gain":
+        if plan is not _REFUSED and plan.reason != "no_gain":
             self._stats.inc("reclaim_skipped_total", 1, plan.reason)
 
     def _pack(
@@ -302,6 +318,9 @@ class ReclamationManager:
         plan = self._reserve(kv, choice)
         self._stamp([plan])
         kv.plan = None
+        if not self.approves(plan, num_computed):
+            self._roll_back(plan, "failed")
+            return _REFUSED
         self._commit(kv, plan)
         self._urgent.append(plan)
         self._unproven[plan.ticket] = [kv]
@@ -353,6 +372,21 @@ class ReclamationManager:
             requests[plan.req_id].plan = None
             self._roll_back(plan, "failed")
 
+    def abandon(self, requests: dict[str, RequestKV]) -> None:
+        """Roll back all plans in flight before their report, to have every block at once.
+
+        Sound for the reason of :meth:`commit_early`: the worker joins their copies before the
+        next forward, the first thing that may write to the destinations. The reports still come.
+        """
+        for ticket, plans in self._in_flight.items():
+            self._in_flight[ticket] = []
+            for plan in plans:
+                self._roll_back(plan, "rolled_back")
+                if not plan.orphaned:
+                    kv = requests[plan.req_id]
+                    kv.plan = None
+                    self._free_emptied(kv, plan)
+
     def settle(
         self,
         ticket: int,
@@ -369,7 +403,17 @@ class ReclamationManager:
             requests: live requests by id.
             damaged: requests whose copies are complete and wrong.
             trusted: False rolls back whatever can be, right or wrong.
+
+        Raises:
+            PlanError: this batch was never sent, or was reported before. Plans of requests that
+                ended are outstanding until their report, so no other report is to be expected.
         """
+        if ticket not in self._in_flight and ticket not in self._unproven:
+            raise PlanError(
+                f"batch {ticket} was reported, outstanding are "
+                f"{sorted(self._in_flight.keys() | self._unproven.keys())}; "
+                f"the last one had number {self._next_ticket - 1}"
+            )
         early = self._unproven.pop(ticket, [])
         committed = [kv for kv in early if error is None and kv.req_id not in damaged]
         # A preempted request is computed again and needs nothing of its old blocks.

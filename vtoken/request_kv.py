@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from vtoken.observation import RequestSignals
 from vtoken.occupancy import RequestBlocks
 from vtoken.ports import BlockPoolPort
 from vtoken.request_options import NO_OPTIONS, RequestOptions
@@ -59,6 +60,7 @@ class RequestKV:
         window_missed: the present policy looks at the prefill's last queries, but came after them.
         kept_columns: with the row last built: columns of the row before that survived, None if
             no token was evicted in between or nobody observes.
+        last_signals: what its last eviction went by, kept only where tokens may go early.
         options: what the request itself asked for.
         generation: in which it arrived; says which policy document it follows.
         num_evictions: times that tokens of it were evicted.
@@ -81,6 +83,7 @@ class RequestKV:
     row_ids: IdArray | None = None
     window_missed: bool = False
     kept_columns: NDArray[np.int32] | None = None
+    last_signals: RequestSignals | None = None
     options: RequestOptions = NO_OPTIONS
     generation: int = 0
     num_evictions: int = 0

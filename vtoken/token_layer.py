@@ -69,6 +69,7 @@ class TokenLayer:
         self.occupancy = BlockOccupancy(pool.num_total_blocks + 1, pool.block_size)
         self.evictor = Evictor(config, pool, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
+        self.reclamation.approves = self._approves
         self.receipts = Receipts()
         self.history = History(config)
         self._pool = pool
@@ -230,10 +231,14 @@ class TokenLayer:
         plans = self.reclamation.plan_step(computed)
         if plans and self.verifies(plans[0].ticket):
             done = {kv.req_id: num_computed for kv, num_computed in computed}
-            if not all([self._holds("I4", self._check_plan, p, done[p.req_id]) for p in plans]):
+            if not all([self._approves(plan, done[plan.req_id]) for plan in plans]):
                 self.reclamation.withdraw(plans, self.requests)
                 return []
         return plans
+
+    def abandon_relocations(self) -> None:
+        """Give back what relocations in flight hold; see :meth:`ReclamationManager.abandon`."""
+        self.reclamation.abandon(self.requests)
 
     def reclaim_now(self, granted: Collection[str] = ()) -> bool:
         """Free a block at once: commit what is in flight, else pack some request, else evict
@@ -349,8 +354,12 @@ class TokenLayer:
             invariants.check_unique_mapping(kv)
         invariants.check_totals(self.occupancy, list(self.requests.values()))
 
-    def _check_plan(self, plan: RelocationPlan, num_computed: int) -> None:
-        invariants.check_plan(self.requests[plan.req_id], plan, num_computed)
+    def _approves(self, plan: RelocationPlan, num_computed: int) -> bool:
+        """I4 of a plan that is about to be sent or committed, if its batch is to be checked."""
+        kv = self.requests[plan.req_id]
+        return not self.verifies(plan.ticket) or self._holds(
+            "I4", invariants.check_plan, kv, plan, num_computed
+        )
 
     def _holds(self, invariant: str, check: Any, *args: Any) -> bool:
         """Run a check and count it; a violation stops relocation, or the engine under ``full``."""

@@ -15,5 +15,6 @@ class RandomPolicy(EvictionPolicy):
     def select_victims(self, view: LiveView, num_victims: int, protected: BoolArray) -> IdArray:
         """A uniform draw without replacement; depends on seed, prompt and length only."""
         rng = np.random.default_rng([self.seed, view.request_seed, view.num_tokens])
-        candidates = view.live_ids[~protected]
-        return np.sort(rng.choice(candidates, num_victims, replace=False, shuffle=False))
+        candidates = np.flatnonzero(~protected)
+        chosen = candidates[rng.choice(len(candidates), num_victims, replace=False, shuffle=False)]
+        return view.live_ids[np.sort(chosen)]

@@ -139,8 +139,13 @@ class VTokenSchedulerMixin(SchedulerHooks):
         return result
 
     def has_requests(self) -> bool:
-        """Keep stepping until every plan in flight is settled, so that no block stays taken."""
-        return bool(super().has_requests() or self.layer.reclamation.num_in_flight)
+        """Keep stepping until every copy is reported, so that no block stays taken."""
+        return bool(super().has_requests() or self.layer.reclamation.awaits_reports)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's, which needs every block: relocations in flight give theirs back first."""
+        self.layer.abandon_relocations()
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def _admit(self, request: Request) -> RequestKV:
         prompt = np.asarray(request.prompt_token_ids or (), np.int32)
@@ -195,10 +200,10 @@ class VTokenSchedulerMixin(SchedulerHooks):
     def on_preempted(self, request: Request) -> None:
         """Count it; eviction state is rebuilt when the request is computed again."""
         self.layer.stats.inc("preemptions_total")
-
-
         if self.layer.config.record_evictions:  # nobody evicts nothing: a new life begins here
             self.eviction_log.append((request.request_id, request.num_computed_tokens, []))
+
+
 class VTokenScheduler(VTokenSchedulerMixin, Scheduler):
     """For synchronous scheduling (vLLM's CPU engine)."""
 
