@@ -95,10 +95,6 @@ class Client:
             self._model = (await self._get("/v1/models"))["data"][0]["id"]
         return self._model
 
-    async def max_model_len(self) -> int:
-        """Longest sequence that the service takes, in tokens."""
-        return int((await self._get("/v1/models"))["data"][0]["max_model_len"])
-
     async def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
         body = {"model": await self.model(), "prompt": text, "add_special_tokens": False}
@@ -162,10 +158,6 @@ class Client:
         answer = await self._http.get("/metrics")
         answer.raise_for_status()
         return answer.text
-
-    async def version(self) -> str:
-        """vLLM's version."""
-        return str((await self._get("/version"))["version"])
 
     async def state(self) -> dict[str, Any]:
         """``GET /admin/state``."""

@@ -53,11 +53,6 @@ class Metrics:
         return next((dict(key).get(label, "") for key in self._values.get(name, {})), "")
 
 
-def increase(before: Metrics, after: Metrics, name: str, **labels: str) -> float:
-    """What a counter gained between two readings."""
-    return after.total(name, **labels) - before.total(name, **labels)
-
-
 def histogram_increase(before: Metrics, after: Metrics, name: str) -> dict[str, float]:
     """What a histogram gained, by upper bound, not cumulative."""
     old, new = (m.by_label(f"{name}_bucket", "le") for m in (before, after))

@@ -7,7 +7,7 @@ early, so two arms compute the same number of tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -173,7 +173,3 @@ def poisson_offsets(num_jobs: int, requests_per_second: float, seed: int) -> lis
     rng = np.random.default_rng(seed)
     gaps = rng.exponential(1 / requests_per_second, max(0, num_jobs - 1))
     return [0.0, *np.cumsum(gaps).tolist()][:num_jobs]
-
-
-Maker = Callable[[Lengths, int], Awaitable[list[Job]]]
-"""Makes the jobs of one repeat from the lengths and the repeat's seed."""

@@ -13,7 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 KEY = "fake-key"
-MAX_MODEL_LEN = 2048
 LIVE_DEFAULTS: dict[str, Any] = {
     "mode": "lazy",
     "policy": "streaming_llm",
@@ -67,8 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({"error": "no key"}, 401)
         self.server.authorizations.append(self.headers.get("Authorization"))
         pages = {
-            "/v1/models": {"data": [{"id": "fake", "max_model_len": MAX_MODEL_LEN}]},
-            "/version": {"version": "0.32.0"},
+            "/v1/models": {"data": [{"id": "fake"}]},
             "/admin/policy": {"version": 1, "document": self.server.document},
             "/admin/policies": {"policies": [{"name": "random", "args_schema": {}}]},
             "/admin/state": self._state(),

@@ -307,6 +307,14 @@ def test_overhead_is_also_measured_beside_a_hog(service, tmp_path):
     assert "output_throughput: indirection+hog@96 / stock+hog@96" in result["comparisons"]
 
 
+def test_sla_counts_good_requests_of_an_open_loop(service, tmp_path):
+    """At random arrivals, within the limit that the closed loop of ``naive`` sets."""
+    result = measure(service, tmp_path, "sla")
+    for mode in ("naive", "lazy"):
+        arm = result["arms"][f"random/{mode} open@8"]
+        assert 0 <= arm["request_goodput"]["mean"] <= arm["request_throughput"]["mean"]
+
+
 def test_hog_ends_with_its_block():
     """No process is left, whatever happens inside."""
     started = []
