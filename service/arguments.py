@@ -26,6 +26,7 @@ EMBEDDED_DEFAULTS: Mapping[str, Any] = {
     "max_num_seqs": 16,
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
+    "tool_strict_level": "parameter",  # so small a model keeps to no schema by itself
 }
 """Defaults for the embedded model on a CPU; a flag or a ``--config`` file beats each."""
 

@@ -16,7 +16,17 @@ from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.middleware import Middleware
 
-from service import admin, admin_port, auth_access, blocks, metrics, model_card, operations, ui
+from service import (
+    admin,
+    admin_port,
+    auth_access,
+    blocks,
+    metrics,
+    model_card,
+    openai_errors,
+    operations,
+    ui,
+)
 from service.auth import AdminGuard
 from service.auth_access import AccessRules
 from service.engine_link import EngineLink
@@ -59,6 +69,7 @@ class VTokenEndpointPlugin:
         blocks.attach(app)
         ui.attach(app)
         model_card.attach(app)
+        openai_errors.attach(app)
         auth_access.install(app, self._access_rules(app))
         operations.attach(app, self._settings)
         self._app = app
