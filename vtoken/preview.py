@@ -14,7 +14,13 @@ import numpy as np
 
 from vtoken.config import VTokenConfig
 from vtoken.documents import POOL_FIELDS, Document
-from vtoken.eviction import Choice, Evictor, first_eviction_at, what_may_go
+from vtoken.eviction import (
+    Choice,
+    Evictor,
+    first_eviction_at,
+    target_live_tokens,
+    what_may_go,
+)
 from vtoken.history import ChangeInfo, diff
 from vtoken.observation import ATTENTION_SIGNALS, RequestSignals
 from vtoken.occupancy import GIVEN_BACK
@@ -110,7 +116,7 @@ def _preview(
 def _choice(evictor: Evictor, kv: RequestKV, document: Document) -> Choice | None:
     """What the request's policy would be asked for if it were due now; None if for nothing."""
     policy, live_ids = evictor.policy_of(kv, document), kv.table.live_ids()
-    target = kv.options.target_live_tokens(document.config, kv.num_tokens)
+    target = target_live_tokens(kv, document.config, kv.num_tokens)
     if not policy.evicts or len(live_ids) <= target:
         return None
     seen = RequestSignals(live_ids, len(live_ids))
@@ -218,4 +224,4 @@ def _about_running(evictor: Evictor, requests: list[RequestKV], document: Docume
 
 
 def _target(kv: RequestKV, document: Document) -> int:
-    return kv.options.target_live_tokens(document.config, kv.num_tokens)
+    return target_live_tokens(kv, document.config, kv.num_tokens)

@@ -63,6 +63,16 @@ def test_dry_run_tells_the_truth(door, engine, policy, num_tokens):
     assert request["freed_blocks_repacked"] is None
 
 
+def test_dry_run_knows_the_cap_of_blocks(door, engine):
+    """A cap below the budget decides."""
+    kv = engine.run("a", 200)
+    change = {"policy": "random", "budget_tokens": 100, "max_blocks_per_request": 4}
+    (request,) = door.patch(change, params={"dry_run": "true"}).json()["requests"]
+    door.patch(change)
+    engine.layer.evict_if_due(kv, 200)
+    assert request["evicted_tokens"] == kv.num_evicted == 200 - 3 * 16
+
+
 def test_dry_run_with_scores_gives_counts_only(door, engine):
     """Which tokens go is not known yet; how many is, and that they are observed first."""
     engine.run("a", 200)
