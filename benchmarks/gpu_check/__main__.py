@@ -152,7 +152,8 @@ def _streams(machine: Machine) -> Iterator[Row]:
     matrix = torch.randn(4096, 4096, device=machine.device, dtype=torch.bfloat16)
     engine = CudaCopyEngine(pool, CudaStreams(machine.device))
     for count in machine.sizes.move_counts:
-        yield from measure_stall(engine, pool, count, lambda: matrix @ matrix, 50)
+        finish = torch.cuda.synchronize
+        yield from measure_stall(engine, pool, count, lambda: matrix @ matrix, 50, finish)
 
 
 def _tables(machine: Machine) -> Iterator[Row]:

@@ -121,22 +121,36 @@ def check_order(
 
 
 def measure_stall(
-    engine: CopyEngine, pool: PagedPool, count: int, work: Callable[[], object], rounds: int
+    engine: CopyEngine,
+    pool: PagedPool,
+    count: int,
+    work: Callable[[], object],
+    rounds: int,
+    finish: Callable[[], object],
 ) -> Iterator[Row]:
-    """Copy time and stall where compute has ``work`` between submit and wait, and where not."""
-    src, dst = make_moves(pool.num_slots, count)
-    arrays = src.numpy().astype(np.int32), dst.numpy().astype(np.int32)
+    """Copy time and stall where compute has ``work`` between submit and wait, and where not.
+
+    Args:
+        engine: over ``pool``.
+        pool: to move tokens in.
+        count: tokens per batch.
+        work: queued on the compute stream while the copies run.
+        rounds: batches.
+        finish: waits for the device.
+    """
+    arrays = [part.numpy().astype(np.int32) for part in make_moves(pool.num_slots, count)]
     for label, between in {"behind compute work": work, "waited for at once": lambda: None}.items():
-        for ticket in range(rounds):
+        # Times travel with later results, see CudaCopyEngine: the second half carries the first's.
+        for ticket in range(2 * rounds):
+            if ticket == rounds:
+                finish()
+                engine.poll()
             engine.submit(ticket, *arrays)
             between()
             engine.wait_before_read()
-        # The first results carry earlier times or none, see CudaCopyEngine.
-        results = [r for r in engine.poll()[rounds // 2 :] if r.copy_seconds]
-        if not results:
-            yield Row(SECTION, f"stall, {count} tokens {label}", "no times yet")
-            continue
-        copy = float(np.median([r.copy_seconds for r in results]))
-        stall = float(np.median([r.stall_seconds for r in results]))
+        finish()
+        results = engine.poll()
+        copy = float(np.median([result.copy_seconds for result in results]))
+        stall = float(np.median([result.stall_seconds for result in results]))
         yield Row(SECTION, f"copy, {count} tokens {label}", copy * 1e6, "µs")
         yield Row(SECTION, f"stall, {count} tokens {label}", stall * 1e6, "µs")

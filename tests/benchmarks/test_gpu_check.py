@@ -163,7 +163,7 @@ def test_stall_is_measured_with_and_without_work_in_between():
     """Four rows: copy and stall, each way."""
     pool = make_pool()
     engine = CudaCopyEngine(pool, fakes.FakeStreams())
-    rows = list(measure_stall(engine, pool, 8, lambda: None, 6))
+    rows = list(measure_stall(engine, pool, 8, lambda: None, 3, lambda: None))
     assert [row.name.split(",")[0] for row in rows] == ["copy", "stall", "copy", "stall"]
     assert all(row.value > 0 for row in rows)
 

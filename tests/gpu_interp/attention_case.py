@@ -44,7 +44,9 @@ def make_config(heads, kv_heads, dim, mode=CUDAGraphMode.NONE):
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         attention_config=SimpleNamespace(
-            flash_attn_max_num_splits_for_cuda_graph=32, use_trtllm_attention=False
+            flash_attn_max_num_splits_for_cuda_graph=32,
+            use_trtllm_attention=False,
+            disable_flashinfer_q_quantization=True,
         ),
         kernel_config=SimpleNamespace(enable_jit_warmup=False),
         compilation_config=SimpleNamespace(
