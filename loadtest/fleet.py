@@ -8,6 +8,7 @@ smoke run lets them share one.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ _DEFAULT_POLL_SECONDS = 1.0  # of a service that somebody else started
 _BASE_FLAGS: Mapping[str, str | bool] = {
     "enforce-eager": True,
     "enable-prefix-caching": False,
+    "kv-cache-memory-bytes": "1G",  # the pool's size is given in blocks; this stops vLLM's guess
     "max-model-len": "2048",
     "max-num-batched-tokens": "2048",
     "max-num-seqs": "32",
@@ -173,7 +175,8 @@ class Fleet:
         model = [self._model] if self._model else []
         server = Server([*model, *arm.engine.arguments(arm.mode)], log, self._environment)
         try:
-            client = Client(server.wait_ready(), admin_key=server.admin_key)
+            url = await asyncio.to_thread(server.wait_ready)  # a signal may come meanwhile
+            client = Client(url, admin_key=server.admin_key)
             defaults = {} if arm.is_off else await client.policy()
         except BaseException:
             server.stop()
