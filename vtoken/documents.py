@@ -60,19 +60,23 @@ class Documents:
         """
         self.current = Document(1, config, make_policy(config))
         self.generation = 0
-        self._kept: dict[int, Document] = {}
+        # Ascending: requests up to this generation, and after the one before, keep this document.
+        self._kept: list[tuple[int, Document]] = []
 
     def of(self, generation: int) -> Document:
         """What requests of this generation follow."""
-        return self._kept.get(generation, self.current)
+        for last, document in self._kept:
+            if generation <= last:
+                return document
+        return self.current
 
     def is_kept(self, generation: int) -> bool:
         """Whether requests of this generation keep a document that is no longer in force."""
-        return generation in self._kept
+        return bool(self._kept) and generation <= self._kept[-1][0]
 
     def in_use(self) -> list[Document]:
         """The one in force and those that are kept."""
-        return [self.current, *self._kept.values()]
+        return [self.current, *(document for _, document in self._kept)]
 
     def make(self, config: VTokenConfig) -> Document:
         """The next version, not yet in force.
@@ -91,7 +95,7 @@ class Documents:
                 follow the new one, those of an older generation included.
         """
         if for_new_only:
-            self._kept[self.generation] = self.current
+            self._kept.append((self.generation, self.current))
             self.generation += 1
         else:
             self._kept.clear()
@@ -99,5 +103,5 @@ class Documents:
 
     def release(self, generations: Collection[int]) -> None:
         """Forget documents that none of these generations, all that have requests, follows."""
-        for generation in self._kept.keys() - set(generations):
-            del self._kept[generation]
+        followed = {id(self.of(generation)) for generation in generations}
+        self._kept = [kept for kept in self._kept if id(kept[1]) in followed]

@@ -198,6 +198,15 @@ def test_a_change_for_all_ends_every_exception(door, engine):
     assert [evictor.target_of(kv, 200) for kv in kvs] == [40, 40, 40]
 
 
+def test_requests_of_every_age_keep_what_they_follow(door, engine):
+    """Also one from before an earlier exception that a change for all has ended."""
+    oldest = engine.run("oldest")
+    door.patch({"budget_tokens": 48}, params={"apply_to": "new"})
+    door.patch({"budget_tokens": 40})
+    door.patch({"budget_tokens": 32}, params={"apply_to": "new"})
+    assert engine.layer.evictor.target_of(oldest, 200) == 40
+
+
 def test_documents_are_forgotten_with_their_last_request(door, engine):
     """Nothing grows with the number of changes."""
     engine.run("first")
