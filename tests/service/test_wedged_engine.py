@@ -85,19 +85,24 @@ class Asking:
     def __init__(self, server: TinyServer, max_tokens: int = 1900) -> None:
         self.num_events = 0
         self.last: dict[str, Any] = {}
+        self.status = self.usage = 0
+        self.headers = httpx.Headers()
         self.error: Exception | None = None
         self._server, self._max_tokens = server, max_tokens
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        document = body(words(20), self._max_tokens, stream=True)
+        options = {"include_usage": True}
+        document = body(words(20), self._max_tokens, stream=True, stream_options=options)
         try:
             url = self._server.url + "/v1/completions"
             with httpx.stream("POST", url, json=document, timeout=300) as answer:
-                for event in events(answer):
+                self.status, self.headers = answer.status_code, answer.headers
+                for event in events(answer) if self.status == 200 else ():
                     self.num_events += 1
                     self.last = event
+                    self.usage = (event.get("usage") or {}).get("completion_tokens", 0)
         except (httpx.HTTPError, AssertionError) as error:
             self.error = error
 
@@ -150,27 +155,24 @@ def test_failing_copies_turn_readiness_red_and_answers_go_on(
 
 def test_queue_that_is_too_long_is_refused_and_the_accepted_finish(server: TinyServer) -> None:
     """Four run, some wait: 429 with Retry-After appears; who got in gets a whole answer."""
-    accepted = [Asking(server, 1000) for _ in range(12)]
-    wait_for(lambda: server.state()["engine"]["waiting"] >= 4)
+    asking: list[Asking] = []
 
-    def refusal() -> httpx.Response | None:
-        """Who is not refused would wait for its turn: it gives up instead, and asks again."""
-        document, headers = body(words(5), 1), {"X-Request-Id": "q"}
-        url = server.url + "/v1/completions"
-        try:
-            answer = httpx.post(url, json=document, headers=headers, timeout=1)
-        except httpx.ReadTimeout:
-            return None
-        return answer if answer.status_code == 429 else None
+    def refused() -> list[Asking]:
+        asking.append(Asking(server, 400))
+        time.sleep(0.1)
+        return [one for one in asking if one.status == 429]
 
-    refused = wait_for(refusal, 60)
-    assert int(refused.headers["Retry-After"]) >= 1
-    assert refused.headers["X-Request-Id"] == "q"
-    assert refused.json()["error"]["type"] == "RateLimitError"
-    for one in accepted:
+    wait_for(refused, 120)
+    for one in asking:
         one.join()
-    assert [one.error for one in accepted] == [None] * 12
-    assert server.complete(words(5), 2).status_code == 200
+    served = [one for one in asking if one.status == 200]
+    assert [one.error for one in served] == [None] * len(served)
+    assert [one.usage for one in served] == [400] * len(served)
+    assert len(served) >= 4
+    for one in (one for one in asking if one.status == 429):
+        assert int(one.headers["Retry-After"]) >= 1
+        assert len(one.headers["X-Request-Id"]) == 32
+    wait_for(lambda: server.complete(words(5), 2).status_code == 200, 60)
 
 
 def test_second_signal_ends_it_at_once(server: TinyServer) -> None:
