@@ -44,6 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the results")
     parser.add_argument("--model", default="", help="folder or name; default: the embedded model")
+    parser.add_argument(
+        "--share-modes",
+        action="store_true",
+        help="naive and lazy take turns on one service: fewer starts, fine for counts of blocks",
+    )
     parser.add_argument("--url", default="", help="measure this service instead of starting any")
     parser.add_argument("--admin-key-file", type=Path, help="admin key of the service at --url")
     parser.add_argument("--api-key-file", type=Path, help="API key of the service at --url")
@@ -93,7 +98,7 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
         fleet = Fleet(
             Path(logs),
             model=arguments.model,
-            share_modes=size == "smoke",
+            share_modes=arguments.share_modes or size == "smoke",
             url=arguments.url,
             admin_key=_read_key(arguments.admin_key_file),
             api_key=_read_key(arguments.api_key_file),
@@ -123,7 +128,10 @@ def _end_on_sigterm() -> None:
 def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:
     """A bench for one scenario."""
     name = Path(arguments.model).name
-    return Bench(fleet, arguments.repeats, size, overrides=arguments.set, model=name)
+    bench = Bench(fleet, arguments.repeats, size, overrides=arguments.set, model=name)
+    if arguments.share_modes:
+        bench.notes.append("naive and lazy took turns on one service (--share-modes).")
+    return bench
 
 
 async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
@@ -169,4 +177,5 @@ def command_of(name: str, bench: Bench) -> str:
     options += [f"--repeats {bench.repeats}"] if bench.repeats else []
     options += [f"--set '{key}={json.dumps(value)}'" for key, value in bench.overrides.items()]
     options += [f"--model {bench.model}"] if bench.model else []
+    options += ["--share-modes"] if bench.fleet.share_modes and bench.size != "smoke" else []
     return " ".join([PROGRAM, name, *options])

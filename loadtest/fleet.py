@@ -95,13 +95,14 @@ class Fleet:
     Args:
         folder: for the services' logs.
         model: argument of ``serve``; empty for the embedded model.
-        share_modes: let ``naive`` and ``lazy`` share a service (smoke runs).
+        share_modes: let ``naive`` and ``lazy`` share a service; services are kept to the end.
         url: measure this service instead of starting any.
         admin_key, api_key: of that service.
         environment: more variables for the services.
 
     Attributes:
         num_started: services so far.
+        share_modes: as given.
         settle_seconds: after which ``/metrics`` surely shows what the engine counted.
     """
 
@@ -118,7 +119,7 @@ class Fleet:
     ) -> None:
         self._folder = folder
         self._model = model
-        self._share_modes = share_modes
+        self.share_modes = share_modes
         self._url, self._keys = url, {"admin_key": admin_key, "api_key": api_key}
         self._environment = dict(environment or {})
         self._services: dict[str, _Service] = {}
@@ -155,12 +156,12 @@ class Fleet:
 
     async def release(self) -> None:
         """End all services, so that the next arm gets a fresh one; a smoke run keeps them."""
-        if not self._share_modes:
+        if not self.share_modes:
             for key in list(self._services):
                 await self._end(key)
 
     def _key(self, arm: Arm) -> str:
-        mode = "on" if self._share_modes and not arm.is_off else arm.mode
+        mode = "on" if self.share_modes and not arm.is_off else arm.mode
         return "" if self._url else json.dumps([mode, arm.engine.arguments(mode)])
 
     async def _start(self, arm: Arm) -> _Service:

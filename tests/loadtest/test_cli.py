@@ -47,7 +47,7 @@ def test_given_service_is_measured(service, tmp_path, capsys):
     """``--url`` with the key from a file: results, report and the command that made them."""
     (tmp_path / "key").write_text(KEY + "\n")
     options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
-    options += ["--set", "keep_ratio=0.3"]
+    options += ["--set", "keep_ratio=0.3", "--share-modes"]
     assert cli.main(["waste", *options, "--out", str(tmp_path), "--repeats", "1"]) == 0
     result = json.loads((tmp_path / "waste.json").read_text())
     assert result["command"] == (
