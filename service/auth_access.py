@@ -158,6 +158,8 @@ def drop_vllm_guard(app: FastAPI) -> None:
         for middleware, cls in zip(app.user_middleware, classes, strict=True)
         if cls is not AuthenticationMiddleware
     ]
+    if app.middleware_stack is not None:  # vLLM has built it already, with the guard in it
+        app.middleware_stack = app.build_middleware_stack()
 
 
 def _denied(scope: Scope) -> None:

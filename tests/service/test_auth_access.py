@@ -276,6 +276,23 @@ def test_guard_is_not_dropped_without_ours():
         auth_access.drop_vllm_guard(FastAPI())
 
 
+def test_guard_is_dropped_from_the_stack_that_serves(monkeypatch):
+    """vLLM builds it with the app: a change of the list alone would change nothing."""
+    monkeypatch.setattr(
+        "vllm.entrypoints.launchers.app.attach_endpoint_plugins",
+        lambda app, _: make_plugin().attach_router(app),
+    )
+    args, _ = arguments.parse(["--api-key", "k"])
+    app = build_app(args, ("generate",), None)
+    auth_access.drop_vllm_guard(app)
+    layer, names = app.middleware_stack or app.build_middleware_stack(), []
+    while layer is not None:
+        names.append(type(layer).__name__)
+        layer = getattr(layer, "app", None)
+    assert "AccessControl" in names
+    assert "AuthenticationMiddleware" not in names
+
+
 def test_service_state_still_guards_the_routes_themselves(make, engine):
     """Two locks: the admin routes ask again, wherever they are mounted."""
     door = make.door(engine)
