@@ -113,16 +113,17 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-def unknown(name: str, value: object, known: Iterable[str], shown: str, prefix: str) -> ConfigError:
+def unknown(name: str, known: Iterable[str], shown: str, prefix: str) -> ConfigError:
     """The refusal of a name that is no setting, with the nearest that is.
+
+    The value is not repeated: it may be a key under a mistyped name.
 
     Args:
         name: as comparable with ``known``.
-        value: that was given.
         known: names of the settings.
         shown: how the name was written.
         prefix: before a known name, to be written likewise.
     """
     near = difflib.get_close_matches(name, sorted(known), n=1)
     hint = f"; did you mean {prefix}{near[0]}?" if near else ""
-    return ConfigError(shown, value, f"no such setting{hint}")
+    return ConfigError(shown, "…", f"no such setting{hint}")

@@ -285,12 +285,12 @@ def unknown_settings() -> list[ConfigError]:
         is_link = _LINKED_SERVICE.fullmatch(variable) and _LINKED_VALUE.fullmatch(value)
         if name not in variables and not is_link:
             upper = [one.upper() for one in variables]
-            found.append(unknown(name.upper(), value, upper, variable, ENV_PREFIX))
+            found.append(unknown(name.upper(), upper, variable, ENV_PREFIX))
     path = config_file()
     if path is not None:
-        for name, value in file_settings().items():
+        for name in file_settings():
             if name not in keys:
-                found.append(unknown(name, value, keys, f"{path.name}: {name}", ""))
+                found.append(unknown(name, keys, f"{path.name}: {name}", ""))
     return found
 
 

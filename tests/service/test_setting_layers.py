@@ -119,9 +119,9 @@ def test_unknown_keys_are_refused_with_the_nearest(use):
     use("thetaf: 0.1\nurl: x\nmode: lazy\n")
     sentences = [str(error) for error in unknown_settings()]
     assert len(sentences) == 2
-    assert "settings.yaml: thetaf=0.1" in sentences[0]
+    assert "settings.yaml: thetaf='…'" in sentences[0]
     assert "did you mean theta_f?" in sentences[0]
-    assert "settings.yaml: url='x'" in sentences[1]  # of the commands, not of the service
+    assert "settings.yaml: url='…'" in sentences[1]  # of the commands, not of the service
 
 
 @pytest.mark.parametrize(
