@@ -14,7 +14,7 @@ from loadtest import scenarios
 from tests.engine.tiny_model import ENVIRONMENT
 from tests.loadtest.model import make_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in scenarios.NAMES if name != "bookkeeping"]  # needs no service
@@ -32,7 +32,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
-        timeout=550,
+        timeout=850,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
