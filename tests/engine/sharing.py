@@ -88,7 +88,8 @@ class CacheAudit:
     """Remembers the K/V bytes under every prefix-cache hash; they may never change.
 
     A block leaves the audit when vLLM takes it out of the prefix cache, which it does before the
-    block is given to anybody for writing; it may come back with the same hash, computed anew.
+    block is given to anybody for writing; it may come back with the same hash, computed anew. A
+    reset of the cache takes them all out.
     """
 
     def __init__(self, arm: Any) -> None:
@@ -97,26 +98,32 @@ class CacheAudit:
         self._arange = torch.arange
         worker = arm.core.model_executor.driver_worker.worker
         self._kv = worker.model_runner.core._pool
-        self._cache = arm.scheduler.kv_cache_manager.block_pool.cached_block_hashes_by_block
         self._blocks = arm.scheduler.kv_cache_manager.block_pool.blocks
         self._size = arm.scheduler.layer._pool.block_size
         self._known: dict[int, tuple[Any, str]] = {}
-        pool = arm.scheduler.kv_cache_manager.block_pool
-        evict = pool._maybe_evict_cached_block
+        self._pool = pool = arm.scheduler.kv_cache_manager.block_pool
+        evict, reset = pool._maybe_evict_cached_block, pool.reset_prefix_cache
 
         def watched(block: Any) -> bool:
             self._known.pop(block.block_id, None)
             evicted: bool = evict(block)
             return evicted
 
+        def watched_reset() -> bool:
+            done: bool = reset()
+            if done:
+                self._known.clear()
+            return done
+
         pool._maybe_evict_cached_block = watched
+        pool.reset_prefix_cache = watched_reset
         self.num_digests = 0
         self.changed: list[int] = []
 
     def check(self) -> None:
         """Hash every cached block; call between steps, when what was scheduled is computed."""
         cached = {b.block_id: b.block_hash for b in self._blocks if b.block_hash is not None}
-        assert self._cache.keys() <= cached.keys()
+        assert self._pool.cached_block_hashes_by_block.keys() <= cached.keys()
         for block, block_hash in cached.items():
             first = block * self._size
             digest = self._kv.digest(self._arange(first, first + self._size))

@@ -33,15 +33,15 @@ left behind would be more than that after 10⁴ of them; the allocator's noise i
 
 CHANGES: tuple[dict[str, Any], ...] = (
     *({"policy": name} for name in sorted(POLICIES)),
-    {"policy": "random", "relocate_shared": True},
-    {"policy": "random", "relocate_shared": False},
+    {"policy": "random", "relocate_shared": True, "max_blocks_per_request": None},
+    {"policy": "random", "relocate_shared": False, "max_blocks_per_request": None},
     {"budget_tokens": 24},
     {"budget_tokens": 48},
     {"keep_ratio": 0.3},
     {"mode": "naive"},
     {"mode": "lazy"},
-    {"mode": "lazy", "theta_f": 0.05, "low_watermark_ratio": 1.0},
-    {"mode": "lazy", "theta_f": 0.4, "low_watermark_ratio": 0.3},
+    {"mode": "lazy", "theta_f": 0.05, "low_watermark_ratio": 1, "max_blocks_per_request": None},
+    {"mode": "lazy", "theta_f": 0.4, "low_watermark_ratio": 0.3, "max_blocks_per_request": None},
     {"max_source_blocks": 2},
     {"max_source_blocks": 32},
     {"headroom_blocks": 0},
@@ -54,6 +54,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"evict_during_prefill": False},
     {"evict_free_ratio": 0.2},
     {"evict_free_ratio": 1.0},
+    {"max_blocks_per_request": 3},
+    {"max_blocks_per_request": None},
     {"check_interval_steps": 1},
     {"check_interval_steps": 5},
 )
@@ -107,6 +109,7 @@ class Soak:
             shared_tokens=48,
             num_families=3,
             max_seconds=60 * max_minutes,
+            reset_ratio=0.02,
             tracks_owners=False,
         )
         self._arm = arm

@@ -24,6 +24,8 @@ class StressOptions:
         num_families: how many such prefixes there are.
         max_seconds: no request is submitted later than this; 0: no limit.
         preempt_ratio: share of steps before which the newest running request is preempted.
+        reset_ratio: share of steps before which, if a relocation is in flight, the prefix cache is
+            reset with everything that runs.
         tracks_owners: follow each block from request to request; costs time in every step.
     """
 
@@ -37,6 +39,7 @@ class StressOptions:
     num_families: int = 1
     max_seconds: float = 0.0
     preempt_ratio: float = 0.0
+    reset_ratio: float = 0.0
     tracks_owners: bool = True
 
 
@@ -62,6 +65,7 @@ class Stress:
         self.finished: list[tuple[int, int]] = []
         self.aborted = {"random": 0, "in_flight": 0}
         self.num_changes = 0
+        self.num_resets = 0
 
     def run(self) -> dict[str, Any]:
         """Run to the end.
@@ -77,6 +81,7 @@ class Stress:
                 self._submit()
             self._abort()
             self._preempt()
+            self._reset()
             self._change_policy()
             for output in engine.step():
                 if output.finished:
@@ -92,6 +97,7 @@ class Stress:
             "finished": self.finished,
             "aborted": self.aborted,
             "changes": self.num_changes,
+            "resets": self.num_resets,
             "blocks_passed_on": self._num_blocks_passed_on,
         }
 
@@ -106,6 +112,14 @@ class Stress:
         if ratio and len(scheduler.running) > 1 and self._random.random() < ratio:
             scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
             scheduler.prev_step_scheduled_req_ids.clear()
+
+    def _reset(self) -> None:
+        """What ``POST /reset_prefix_cache?reset_running_requests=true`` does."""
+        ratio, in_flight = self._options.reset_ratio, self._arm.layer.reclamation.num_in_flight
+        # The first chance is taken, so that a short run has one, too.
+        if ratio and in_flight and (not self.num_resets or self._random.random() < ratio):
+            assert self._arm.scheduler.reset_prefix_cache(reset_running_requests=True)
+            self.num_resets += 1
 
     def _submit(self) -> None:
         from vllm import SamplingParams

@@ -30,12 +30,13 @@ def test_a_slice_of_the_soak_finds_nothing(run_arm: RunArm) -> None:
 
 
 def test_the_slice_reached_every_phase(run_arm: RunArm) -> None:
-    """Relocations, roll-backs, aborts in flight, pressure and policy changes all happened."""
+    """Relocations, roll-backs, aborts in flight, resets, pressure and changes all happened."""
     report = run_slice(run_arm)
     counters = report["counters"]
     assert report["submitted"] >= 150
     assert report["changes"] >= 5
-    assert report["aborted"]["in_flight"] >= 3
+    assert report["resets"] >= 1
+    assert report["aborted"]["in_flight"] >= 1
     assert report["cached_blocks_compared"] >= 100
     assert counters["relocations_total/committed"] >= 50
     assert counters["preemptions_total"] + counters["preemptions_avoided_total"] >= 1
