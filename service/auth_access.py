@@ -158,8 +158,14 @@ def drop_vllm_guard(app: FastAPI) -> None:
         for middleware, cls in zip(app.user_middleware, classes, strict=True)
         if cls is not AuthenticationMiddleware
     ]
-    if app.middleware_stack is not None:  # vLLM has built it already, with the guard in it
-        app.middleware_stack = app.build_middleware_stack()
+    # vLLM has built the stack already. A second one would count no request: the HTTP metrics belong
+    # to the first.
+    layer: Any = app.middleware_stack
+    while (inner := getattr(layer, "app", None)) is not None:
+        if isinstance(inner, AuthenticationMiddleware):
+            layer.app = inner.app
+        else:
+            layer = inner
 
 
 def _denied(scope: Scope) -> None:

@@ -284,8 +284,10 @@ def test_guard_is_dropped_from_the_stack_that_serves(monkeypatch):
     )
     args, _ = arguments.parse(["--api-key", "k"])
     app = build_app(args, ("generate",), None)
+    built = app.middleware_stack
     auth_access.drop_vllm_guard(app)
-    layer, names = app.middleware_stack or app.build_middleware_stack(), []
+    assert app.middleware_stack is built, "another one would count no request in http_requests_total"
+    layer, names = built or app.build_middleware_stack(), []
     while layer is not None:
         names.append(type(layer).__name__)
         layer = getattr(layer, "app", None)
