@@ -21,11 +21,6 @@ from deploy.grafana.relocation import RELOCATION
 DASHBOARDS: tuple[Dashboard, ...] = (OVERVIEW, FRAGMENTATION, RELOCATION, POLICY)
 FOLDER = Path(__file__).resolve().parents[1] / "helm" / "vtoken-serve" / "dashboards"
 
-NOT_SHOWN: dict[str, str] = {
-    "vtoken_headroom_backpressure_total": "counts steps; the seconds beside it say more",
-}
-"""Metrics of ours that are on no dashboard, and why."""
-
 
 def files() -> dict[str, str]:
     """File name to content, of every dashboard."""

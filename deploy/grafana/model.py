@@ -1,6 +1,7 @@
 """Panels and dashboards as plain frozen data, and their way to Grafana's JSON.
 
-In expressions ``$S`` stands for the matchers of the chosen model and instance.
+In expressions ``$S`` stands for the matchers of the chosen model and instance, ``$HTTP`` for those
+of metrics that know no model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-SELECTOR = 'model_name=~"$model",instance=~"$instance"'
+HTTP_SELECTOR = 'instance=~"$instance"'
+SELECTOR = f'model_name=~"$model",{HTTP_SELECTOR}'
 TAG = "vtoken-serve"
 GRID_WIDTH = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -29,7 +31,7 @@ class Query:
     @property
     def promql(self) -> str:
         """The expression with the matchers filled in; Grafana's variables stay."""
-        return self.expr.replace("$S", SELECTOR)
+        return self.expr.replace("$S", SELECTOR).replace("$HTTP", HTTP_SELECTOR)
 
 
 @dataclass(frozen=True)

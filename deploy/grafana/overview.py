@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Dashboard, Panel, Query, Row
-from deploy.grafana.queries import mean, quantile, quantiles, rate, total
+from deploy.grafana.queries import http_rate, mean, quantile, quantiles, rate, total
 
 _BAD = 'finished_reason=~"abort|error"'
 
@@ -83,10 +83,13 @@ _THROUGHPUT = Row(
         ),
         Panel(
             "Requests",
-            "Requests in the batch, and those in the queue.",
+            "Requests in the batch, and those in the queue: for want of room (capacity), or for "
+            "something else, as a KV transfer or an adapter (deferred).",
             (
                 Query(total("vllm:num_requests_running"), "running"),
-                Query(total("vllm:num_requests_waiting"), "waiting"),
+                Query(
+                    total("vllm:num_requests_waiting_by_reason", "reason"), "waiting: {{reason}}"
+                ),
             ),
         ),
         Panel(
@@ -105,6 +108,40 @@ _THROUGHPUT = Row(
                 Query(rate("vtoken_preemptions_total"), "under the token layer"),
                 Query(rate("vtoken_preemptions_avoided_total"), "avoided by relocation"),
             ),
+        ),
+    ),
+)
+
+_HTTP = Row(
+    "HTTP",
+    (
+        Panel(
+            "Answers per second",
+            "By class of status, probes and scrapes apart. Refusals of a server that stops, or has "
+            "not started, are not among them.",
+            (Query(http_rate("status"), "{{status}}"),),
+            unit="reqps",
+            width=8,
+            is_stacked=True,
+        ),
+        Panel(
+            "Refused and failed per second, by route",
+            "4xx: a wrong key, a bad or too long request, or a limit reached; the log has the exact "
+            "status. 5xx: the server's fault, or a request that ran out of time.",
+            (Query(http_rate("handler, status", 'status=~"4xx|5xx"'), "{{handler}} {{status}}"),),
+            unit="reqps",
+            width=8,
+        ),
+        Panel(
+            "Tokens of a request",
+            "Half of the requests have fewer, and 99 %.",
+            (
+                Query(quantile("vllm:request_prompt_tokens", 0.5), "prompt p50"),
+                Query(quantile("vllm:request_prompt_tokens", 0.99), "prompt p99"),
+                Query(quantile("vllm:request_generation_tokens", 0.5), "generated p50"),
+                Query(quantile("vllm:request_generation_tokens", 0.99), "generated p99"),
+            ),
+            width=8,
         ),
     ),
 )
@@ -210,5 +247,5 @@ OVERVIEW = Dashboard(
     "vtoken-overview",
     "vtoken-serve / Overview",
     "Service levels, throughput, latency and KV cache of vtoken-serve.",
-    (_SLO, _THROUGHPUT, _LATENCY, _KV),
+    (_SLO, _THROUGHPUT, _HTTP, _LATENCY, _KV),
 )

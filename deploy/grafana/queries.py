@@ -14,6 +14,12 @@ def rate(counter: str, by: str = "", matchers: str = "") -> str:
     return f"sum{grouping} (rate({counter}{{$S{extra}}}{WINDOW}))"
 
 
+def http_rate(by: str, matchers: str = "") -> str:
+    """HTTP answers per second, summed over instances, by these labels."""
+    extra = f",{matchers}" if matchers else ""
+    return f"sum by ({by}) (rate(http_requests_total{{$HTTP{extra}}}{WINDOW}))"
+
+
 def total(gauge: str, by: str = "") -> str:
     """A gauge, summed over instances, by one label if named."""
     return f"sum by ({by}) ({gauge}{{$S}})" if by else f"sum({gauge}{{$S}})"

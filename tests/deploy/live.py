@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +90,9 @@ def running(helm: Helm, prometheus_binary: Path, folder: Path) -> Iterator[Live]
 
 
 def send_load(pod: Pod) -> None:
-    """Conversations of several lengths for a bounded time, with one policy change."""
+    """Conversations of several lengths for a bounded time, a refusal and one policy change."""
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{pod.url}/v1/models", timeout=30)
     deadline = time.monotonic() + LOAD_SECONDS
     is_changed = False
     while time.monotonic() < deadline:

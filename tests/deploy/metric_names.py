@@ -1,10 +1,11 @@
-"""Which series exist: ours from the specifications, vLLM's from the source of its metrics."""
+"""Which series exist, by specification, by source and by scrape; and which nobody looks at."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from service.metrics import PREFIX, SERVICE_METRICS
 from vtoken.stats import METRICS
 
 _VLLM_KINDS = {"_gauge_cls": "gauge", "_counter_cls": "counter", "_histogram_cls": "histogram"}
+
+HTTP_FAMILIES = {"http_requests_total": "counter"}
+"""What is used of the HTTP library's metrics."""
 
 
 def our_families() -> dict[str, str]:
@@ -26,7 +30,41 @@ def vllm_families() -> dict[str, str]:
     assert spec is not None
     assert spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0]) / "v1" / "metrics" / "loggers.py"
-    return dict(_declared(ast.parse(source.read_text(encoding="utf-8"))))
+    declared = _declared(ast.parse(source.read_text(encoding="utf-8")))
+    return {
+        name.removesuffix("_total") + "_total" if kind == "counter" else name: kind
+        for name, kind in declared
+    }
+
+
+def families_in(exposition: str) -> dict[str, str]:
+    """The same for what ``/metrics`` answers."""
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", exposition, re.MULTILINE))
+
+
+def misplaced(
+    families: Mapping[str, str], shown: set[str], not_shown: Mapping[str, str]
+) -> list[str]:
+    """What is wrong with the list of metrics that no dashboard shows, one sentence each.
+
+    Args:
+        families: what there is.
+        shown: series that dashboards ask for.
+        not_shown: the list, patterns with reasons.
+    """
+    wrong = []
+    unused = set(not_shown)
+    for name, kind in sorted(families.items()):
+        patterns = {pattern for pattern in not_shown if fnmatchcase(name, pattern)}
+        unused -= patterns
+        is_shown = bool(series({name: kind}) & shown)
+        if not is_shown and not patterns:
+            wrong.append(f"{name} is new: put it on a dashboard, or on the list with a reason")
+        if is_shown and patterns:
+            wrong.append(f"{name} is on a dashboard, and on the list as {' and '.join(patterns)}")
+    return wrong + [
+        f"{pattern} is on the list, and nothing is called so" for pattern in sorted(unused)
+    ]
 
 
 def series(families: dict[str, str]) -> set[str]:
@@ -44,7 +82,11 @@ def series(families: dict[str, str]) -> set[str]:
 
 def used_series(expressions: Iterable[str]) -> set[str]:
     """The metric names in PromQL expressions."""
-    return {name for expr in expressions for name in re.findall(r"(?:vtoken_|vllm:)\w+", expr)}
+    return {
+        name
+        for expr in expressions
+        for name in re.findall(r"(?:vtoken_|vllm:|http_requests_)\w+", expr)
+    }
 
 
 def _declared(tree: ast.AST) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -107,6 +108,16 @@ def test_helm_test_asks_the_admin_port(helm4: Helm) -> None:
     assert environment["SMOKE_ADMIN_URL"].endswith("-admin:8001")
 
 
+def test_helm_test_has_named_keys_too(helm: Helm) -> None:
+    """A release with named keys alone can be tested: each Secret is mounted where it is read."""
+    pod = find(helm.template(NAMED_KEYS), "Pod")["spec"]
+    environment = {e["name"]: e.get("value") for e in pod["containers"][0]["env"]}
+    secrets = {v["name"]: v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v}
+    mounted = {m["mountPath"]: secrets.get(m["name"]) for m in pod["containers"][0]["volumeMounts"]}
+    assert mounted[environment["SMOKE_API_KEYS_DIR"]] == "vtoken-api-keys"
+    assert mounted[environment["SMOKE_ADMIN_KEYS_DIR"]] == "vtoken-admin-keys"
+
+
 @pytest.fixture(scope="module")
 def smoke() -> ModuleType:
     spec = importlib.util.spec_from_file_location("smoke", CHART / "files" / "smoke.py")
@@ -130,3 +141,13 @@ def smoke() -> ModuleType:
 def test_smoke_reads_key_files_as_the_server_does(smoke: ModuleType, text: str, key: str) -> None:
     """Names are not part of the key."""
     assert smoke.first_key(text) == key
+
+
+def test_smoke_takes_the_first_key_of_a_mounted_secret(smoke: ModuleType, tmp_path: Path) -> None:
+    """Past the kubelet's own entries, which begin with a dot."""
+    assert smoke.key_in_folder("") == ""
+    assert smoke.key_in_folder(str(tmp_path)) == ""
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "bob").write_text("second\n")
+    (tmp_path / "alice").write_text("first\n")
+    assert smoke.key_in_folder(str(tmp_path)) == "first"

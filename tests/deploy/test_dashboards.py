@@ -8,8 +8,17 @@ import re
 import pytest
 
 from deploy.grafana import build
-from deploy.grafana.model import GRID_WIDTH, POLICY_CHANGES, Dashboard
-from tests.deploy.metric_names import our_families, series, used_series, vllm_families
+from deploy.grafana.model import GRID_WIDTH, HTTP_SELECTOR, POLICY_CHANGES, SELECTOR, Dashboard
+from deploy.grafana.not_shown import NOT_SHOWN, NOT_SHOWN_OF_OTHERS
+from tests.deploy.metric_names import (
+    HTTP_FAMILIES,
+    families_in,
+    misplaced,
+    our_families,
+    series,
+    used_series,
+    vllm_families,
+)
 
 pytestmark = pytest.mark.k8s
 
@@ -44,15 +53,38 @@ def test_stale_missing_and_left_over_files_are_found(tmp_path) -> None:
 
 def test_every_metric_asked_for_exists() -> None:
     """No panel can say "No data" because a metric has another name."""
-    known = series(our_families()) | series(vllm_families())
+    known = series(our_families() | vllm_families() | HTTP_FAMILIES)
     assert used_series(EXPRESSIONS) - known == set()
 
 
 def test_every_metric_of_ours_is_shown_or_left_out_on_purpose() -> None:
     """A new metric must be put on a dashboard, or on the list with a reason."""
-    shown = used_series(EXPRESSIONS)
-    hidden = {name for name, kind in our_families().items() if not series({name: kind}) & shown}
-    assert hidden == set(build.NOT_SHOWN)
+    assert misplaced(our_families(), used_series(EXPRESSIONS), NOT_SHOWN) == []
+
+
+def test_every_metric_in_vllms_source_is_shown_or_left_out_on_purpose() -> None:
+    """Also those that only some settings bring; the live test looks at what is really emitted."""
+    wrong = misplaced(vllm_families(), used_series(EXPRESSIONS), NOT_SHOWN_OF_OTHERS)
+    assert [sentence for sentence in wrong if "nothing is called so" not in sentence] == []
+
+
+def test_a_new_a_renamed_and_a_shown_metric_are_told_apart() -> None:
+    """The two tests above can fail, and say what to do."""
+    emitted = families_in(
+        "# HELP vllm:new_total x\n# TYPE vllm:new_total counter\nvllm:new_total 1\n"
+        "# TYPE vllm:lat_seconds histogram\n# TYPE vllm:old gauge\n"
+    )
+    assert emitted == {
+        "vllm:new_total": "counter",
+        "vllm:lat_seconds": "histogram",
+        "vllm:old": "gauge",
+    }
+    listed = {"vllm:ol*": "why", "vllm:lat_*": "why", "vllm:gone": "why"}
+    assert misplaced(emitted, {"vllm:lat_seconds_bucket"}, listed) == [
+        "vllm:lat_seconds is on a dashboard, and on the list as vllm:lat_*",
+        "vllm:new_total is new: put it on a dashboard, or on the list with a reason",
+        "vllm:gone is on the list, and nothing is called so",
+    ]
 
 
 def test_rates_only_of_counters_and_never_of_gauges() -> None:
@@ -64,9 +96,10 @@ def test_rates_only_of_counters_and_never_of_gauges() -> None:
 
 
 def test_every_selector_is_templated() -> None:
-    """Model and instance can be chosen in every panel."""
+    """Model and instance can be chosen in every panel; HTTP metrics know no model."""
     for expr in EXPRESSIONS:
-        assert expr.count("{") == expr.count('model_name=~"$model",instance=~"$instance"'), expr
+        own, http = expr.count("{" + SELECTOR), expr.count("http_requests_total{" + HTTP_SELECTOR)
+        assert expr.count("{") == own + http, expr
 
 
 def test_panels_are_explained_and_fit_the_grid(dashboard: Dashboard) -> None:

@@ -2,9 +2,10 @@
 
     python3 smoke.py http://service:80
 
-Standard library only. Reads SMOKE_API_KEY, SMOKE_ADMIN_KEYS (one per line), SMOKE_ADMIN_URL if
-admin has another port, SMOKE_MODE and SMOKE_TIMEOUT_SECONDS. Exit code 1 with one sentence if
-anything is not as it should be.
+Standard library only. Reads SMOKE_API_KEY, SMOKE_ADMIN_KEYS (one per line), SMOKE_API_KEYS_DIR and
+SMOKE_ADMIN_KEYS_DIR (one key per file) where those are empty, SMOKE_ADMIN_URL if admin has another
+port, SMOKE_MODE and SMOKE_TIMEOUT_SECONDS. Exit code 1 with one sentence if anything is not as it
+should be.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = float(os.environ.get("SMOKE_TIMEOUT_SECONDS", "120"))
@@ -89,12 +91,21 @@ def first_key(text: str) -> str:
     return re.sub(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:\s+", "", keys[0]) if keys else ""
 
 
+def key_in_folder(folder: str) -> str:
+    """The key in the first file of a mounted Secret; "" without a folder or a file."""
+    files = sorted(Path(folder).iterdir()) if folder else []
+    entries = [file for file in files if not file.name.startswith(".")]
+    return entries[0].read_text().strip() if entries else ""
+
+
 def main() -> int:
     """Run the checks; returns the exit code."""
     base = sys.argv[1].rstrip("/")
     admin_key = first_key(os.environ.get("SMOKE_ADMIN_KEYS", ""))
+    admin_key = admin_key or key_in_folder(os.environ.get("SMOKE_ADMIN_KEYS_DIR", ""))
     admin_url = os.environ.get("SMOKE_ADMIN_URL", base)
     api_key = os.environ.get("SMOKE_API_KEY", "")
+    api_key = api_key or key_in_folder(os.environ.get("SMOKE_API_KEYS_DIR", ""))
     try:
         check_chat(base, api_key)
         check_metrics(base, api_key)
