@@ -126,8 +126,8 @@ _HTTP = Row(
         ),
         Panel(
             "Refused and failed per second, by route",
-            "4xx: a wrong key, a bad or too long request, or a limit reached; the log has the exact "
-            "status. 5xx: the server's fault, or a request that ran out of time.",
+            "4xx: a wrong key, a bad or too long request, or a limit reached; the log has the "
+            "exact status. 5xx: the server's fault, or a request that ran out of time.",
             (Query(http_rate("handler, status", 'status=~"4xx|5xx"'), "{{handler}} {{status}}"),),
             unit="reqps",
             width=8,
