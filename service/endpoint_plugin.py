@@ -96,7 +96,10 @@ class VTokenEndpointPlugin:
             return
         model = str(engine_client.vllm_config.model_config.served_model_name)
         collector = metrics.VTokenCollector(
-            model, config.to_dict(), engines=engine_numbers(engine_client.engine_core)
+            model,
+            config.to_dict(),
+            engines=engine_numbers(engine_client.engine_core),
+            not_ready_codes=operated.not_ready_codes,
         )
         metrics.register(collector, REGISTRY)
         if config.mode != "off":

@@ -20,15 +20,29 @@ from service.pulse import PulseRecord
 COPY_FAILURE_SECONDS = 30.0
 """So long a failed copy counts: copies that go on failing are red without a pause."""
 
+CODES = (
+    "draining",
+    "no_answer_yet",
+    "engine_unresponsive",
+    "engine_stalled",
+    "engine_dead",
+    "relocation_disabled",
+    "copies_failing",
+)
+"""Of every reason why a server that has started may not be ready."""
+
 router = APIRouter(prefix="/health", tags=["vToken"])
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a probe is red, or would be if it were asked to be strict."""
+    """Why a probe is red, or would be if it were asked to be strict; ``code`` is of ``CODES``."""
 
     code: str
     message: str
+
+
+_DRAINING = Reason("draining", "the server is stopping and takes no new requests")
 
 
 @dataclass(frozen=True)
@@ -74,8 +88,7 @@ def readiness(
         now: on the record's clock.
         is_draining: whether the server was told to stop.
     """
-    reasons = [Reason("draining", "the server is stopping and takes no new requests")]
-    reasons = reasons if is_draining else []
+    reasons = [_DRAINING] if is_draining else []
     reasons += _engine_reasons(record, rules, now)
     degraded = _degradations(record, now)
     if not rules.ready_when_degraded:
@@ -144,11 +157,5 @@ async def get_startup() -> JSONResponse:
 @router.get("/ready")
 async def get_ready(request: Request) -> JSONResponse:
     """200 if this server should get requests, else 503 with the reasons."""
-    state = request.app.state.vtoken.operations
-    is_draining = state.drain.is_draining
-    if state.watch is None:
-        return Verdict(not is_draining).response("ready", "not ready")
-    verdict = readiness(
-        state.watch.record, state.rules, state.watch.clock(), is_draining=is_draining
-    )
+    verdict: Verdict = request.app.state.vtoken.operations.readiness()
     return verdict.response("ready", "not ready")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from service.health import CODES
 from vtoken.stats import METRICS, MetricSpec
 
 PREFIX = "vtoken_"
@@ -43,7 +44,14 @@ SNAPSHOT_AGE = MetricSpec(
     "gauge",
     "Age of the statistics shown here; grows while the engine does not answer.",
 )
-SERVICE_METRICS: tuple[MetricSpec, ...] = (POLICY_INFO, POLL_FAILURES, SNAPSHOT_AGE)
+NOT_READY = MetricSpec(
+    "not_ready",
+    "gauge",
+    "1 while GET /health/ready answers 503 for this reason, else 0.",
+    ("reason",),
+    tuple((code,) for code in CODES),
+)
+SERVICE_METRICS: tuple[MetricSpec, ...] = (POLICY_INFO, POLL_FAILURES, SNAPSHOT_AGE, NOT_READY)
 
 _Samples = list[tuple[Sequence[str], Any]]
 
@@ -53,9 +61,10 @@ class VTokenCollector(Collector):
 
     Args:
         model_name: value of that label, the same as vLLM's.
-        config: ``VTokenConfig.to_dict()`` at the start; in mode ``off`` only ``policy_info`` is
-            shown.
+        config: ``VTokenConfig.to_dict()`` at the start; in mode ``off`` only ``policy_info`` and
+            ``not_ready`` are shown.
         engines: values of that label, one for each engine behind this server.
+        not_ready_codes: why the server is not ready now, of ``service.health.CODES``.
         clock: monotonic seconds.
     """
 
@@ -65,8 +74,10 @@ class VTokenCollector(Collector):
         config: Mapping[str, Any],
         *,
         engines: Sequence[str] = ("0",),
+        not_ready_codes: Callable[[], Collection[str]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._not_ready_codes = not_ready_codes
         self._model_name = model_name
         self._engines = engines
         self._clock = clock
@@ -97,10 +108,13 @@ class VTokenCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All families, as of the last snapshot."""
         yield from self._families
+        num_engines = len(self._engines)
+        codes = self._not_ready_codes()
+        not_ready: _Samples = [((code,), float(code in codes)) for code in CODES]
+        yield self._family(NOT_READY, [not_ready] * num_engines)
         if not self._is_off:
             age = self._clock() - self._updated
             # All engines are read in one call.
-            num_engines = len(self._engines)
             yield self._family(POLL_FAILURES, [[((), self._num_failures)]] * num_engines)
             yield self._family(SNAPSHOT_AGE, [[((), age)]] * num_engines)
 

@@ -17,7 +17,8 @@ _HEAD = """\
 
 `GET /metrics` gives these families beside vLLM's own `vllm:*`. All carry the labels {labels}
 with the same values as vLLM's; further labels are in the tables. Every family is present from
-the first scrape, with value zero. In mode `off` only `vtoken_policy_info` is.
+the first scrape, with value zero. In mode `off` only `vtoken_policy_info`
+and `vtoken_not_ready` are.
 """
 _COLUMNS = "| Name | Labels | Meaning |\n| --- | --- | --- |\n"
 _KINDS = (("gauge", "Gauges"), ("counter", "Counters"), ("histogram", "Histograms"))

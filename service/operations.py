@@ -19,7 +19,7 @@ from service.drain import Drain, DrainingShutdown
 from service.engines import utility_call
 from service.gate import RequestGate
 from service.generation import Generation
-from service.health import HealthRules
+from service.health import HealthRules, Verdict
 from service.limits import LimitRules, Limits
 from service.pulse import PulseWatch
 from service.settings import ServiceSettings
@@ -43,6 +43,18 @@ class Operations:
     queue: QueueEstimate = field(default_factory=QueueEstimate)
     rules: HealthRules = field(default_factory=HealthRules)
     watch: PulseWatch | None = None
+
+    def readiness(self) -> Verdict:
+        """What ``/health/ready`` answers now."""
+        is_draining = self.drain.is_draining
+        if self.watch is None:
+            return Verdict(not is_draining)
+        now = self.watch.clock()
+        return health.readiness(self.watch.record, self.rules, now, is_draining=is_draining)
+
+    def not_ready_codes(self) -> set[str]:
+        """The reasons of it, for metrics."""
+        return {reason.code for reason in self.readiness().reasons}
 
 
 def attach(app: FastAPI, settings: ServiceSettings) -> None:

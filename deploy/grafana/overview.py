@@ -113,15 +113,20 @@ _THROUGHPUT = Row(
 )
 
 _HTTP = Row(
-    "HTTP",
+    "Readiness and HTTP",
     (
+        Panel(
+            "Instances not ready, by reason",
+            "Why /health/ready is red; an instance may have several reasons.",
+            (Query(total("vtoken_not_ready", "reason"), "{{reason}}"),),
+            is_stacked=True,
+        ),
         Panel(
             "Answers per second",
             "By class of status, probes and scrapes apart. Refusals of a server that stops, or has "
             "not started, are not among them.",
             (Query(http_rate("status"), "{{status}}"),),
             unit="reqps",
-            width=8,
             is_stacked=True,
         ),
         Panel(
@@ -130,7 +135,6 @@ _HTTP = Row(
             "exact status. 5xx: the server's fault, or a request that ran out of time.",
             (Query(http_rate("handler, status", 'status=~"4xx|5xx"'), "{{handler}} {{status}}"),),
             unit="reqps",
-            width=8,
         ),
         Panel(
             "Tokens of a request",
@@ -141,7 +145,6 @@ _HTTP = Row(
                 Query(quantile("vllm:request_generation_tokens", 0.5), "generated p50"),
                 Query(quantile("vllm:request_generation_tokens", 0.99), "generated p99"),
             ),
-            width=8,
         ),
     ),
 )

@@ -142,6 +142,19 @@ CASES: tuple[Case, ...] = (
         vtoken_relocations_total__outcome__rolled_back=_GROWS,
     ),
     case(
+        *("VTokenEngineNotProgressing", "no answer, before a restart after 300 s", 4, True),
+        vtoken_not_ready__reason__engine_unresponsive="1x120",
+    ),
+    case(
+        *("VTokenEngineNotProgressing", "one slow step", 4, False),
+        vtoken_not_ready__reason__engine_stalled="0 1 0 1 1 0x100",
+    ),
+    case(
+        *("VTokenEngineNotProgressing", "draining, and relocation off", 15, False),
+        vtoken_not_ready__reason__draining="1x120",
+        vtoken_not_ready__reason__relocation_disabled="1x120",
+    ),
+    case(
         *("VTokenEngineNotProgressing", "wedged", 15, True),
         vllm__num_requests_running="3x120",
         vllm__generation_tokens_total="100x120",

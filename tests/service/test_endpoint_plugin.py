@@ -103,7 +103,7 @@ def test_statistics_reach_the_registry(engine, registry):
 
 
 def test_mode_off_polls_nothing(engine, registry, capsys):
-    """The engine has no utility to call; only policy_info is shown."""
+    """The engine has no utility to call; only policy_info and not_ready are shown."""
     state = SimpleNamespace(server=make_server(8001))
     lines: list[str] = []
     connect(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from service.health import COPY_FAILURE_SECONDS, HealthRules, liveness, readiness
+from service import health
+from service.health import CODES, COPY_FAILURE_SECONDS, HealthRules, liveness, readiness
 from service.pulse import Pulse, PulseRecord, PulseWatch
 from tests.service.conftest import Door
 
@@ -162,8 +165,6 @@ def test_watch_reports_each_answer_and_death() -> None:
 
 def test_routes_answer_by_the_record(door: Door) -> None:
     """Status and body of all three; without an engine, ready and live."""
-    from service import health
-
     health.attach(door.app)
     assert door.send("GET", "/health/ready").json() == {"status": "ready"}
     assert door.send("GET", "/health/live").json() == {"status": "live"}
@@ -174,3 +175,14 @@ def test_routes_answer_by_the_record(door: Door) -> None:
     assert (ready.status_code, live.status_code) == (503, 503)
     assert ready.json()["status"] == "not ready"
     assert ready.json()["reasons"][0]["code"] == "engine_unresponsive"
+    assert operations.not_ready_codes() == {"engine_unresponsive"}
+    operations.drain.is_draining = True
+    assert operations.not_ready_codes() == {"engine_unresponsive", "draining"}
+
+
+def test_every_code_is_known_and_described() -> None:
+    """The metric has a series for each, and the operator's table a line."""
+    found = set(re.findall(r'Reason\("(\w+)"', Path(health.__file__).read_text()))
+    assert found == set(CODES)
+    table = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert all(f"| `{code}` |" in table for code in CODES)

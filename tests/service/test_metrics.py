@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service import metrics_docs
+from service.health import CODES
 from service.metrics import PREFIX, SERVICE_METRICS, VTokenCollector, register
 from service.poller import MetricsPoller
 from vtoken.config import VTokenConfig
@@ -117,11 +118,22 @@ def test_counters_never_fall_across_a_policy_change(engine):
     assert scrapes[-1]["vtoken_evicted_tokens_total"][(("policy", "streaming_llm"),)] == 10
 
 
-def test_mode_off_shows_policy_info_only():
+def test_mode_off_shows_policy_info_and_readiness_only():
     """There is nothing else to measure."""
     samples = scrape(make_collector(VTokenConfig(mode="off")))
-    assert set(samples) == {"vtoken_policy_info"}
+    assert set(samples) == {"vtoken_policy_info", "vtoken_not_ready"}
     assert dict(next(iter(samples["vtoken_policy_info"])))["mode"] == "off"
+
+
+@pytest.mark.parametrize("mode", ["off", "lazy"])
+def test_reasons_of_not_being_ready_come_and_go(mode):
+    """Each has its series from the start, whatever the mode; the last scrape's word holds."""
+    codes: set[str] = set()
+    collector = make_collector(VTokenConfig(mode=mode), not_ready_codes=lambda: codes)
+    for now in ({"draining", "engine_stalled"}, set()):
+        codes = now
+        by_reason = {dict(k)["reason"]: v for k, v in scrape(collector)["vtoken_not_ready"].items()}
+        assert by_reason == {code: float(code in now) for code in CODES}
 
 
 @pytest.mark.parametrize("broken", [{}, {"stats": {}}, None, {"stats": 1, "config": 2}])
