@@ -123,16 +123,16 @@ _HTTP = Row(
         ),
         Panel(
             "Answers per second",
-            "By class of status, probes and scrapes apart. Refusals of a server that stops, or has "
-            "not started, are not among them.",
+            "By class of status, without probes and scrapes. What is refused for its key, or "
+            "because the server starts or stops, is in the log alone.",
             (Query(http_rate("status"), "{{status}}"),),
             unit="reqps",
             is_stacked=True,
         ),
         Panel(
             "Refused and failed per second, by route",
-            "4xx: a wrong key, a bad or too long request, or a limit reached; the log has the "
-            "exact status. 5xx: the server's fault, or a request that ran out of time.",
+            "4xx: a bad or too long request, or a limit reached; the log has the exact status. "
+            "5xx: the server's fault, or a request that ran out of time.",
             (Query(http_rate("handler, status", 'status=~"4xx|5xx"'), "{{handler}} {{status}}"),),
             unit="reqps",
         ),

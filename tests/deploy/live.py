@@ -91,8 +91,7 @@ def running(helm: Helm, prometheus_binary: Path, folder: Path) -> Iterator[Live]
 
 def send_load(pod: Pod) -> None:
     """Conversations of several lengths for a bounded time, a refusal and one policy change."""
-    with contextlib.suppress(urllib.error.HTTPError):
-        urllib.request.urlopen(f"{pod.url}/v1/models", timeout=30)
+    ask_for_nothing(pod)
     deadline = time.monotonic() + LOAD_SECONDS
     is_changed = False
     while time.monotonic() < deadline:
@@ -103,6 +102,14 @@ def send_load(pod: Pod) -> None:
         if not is_changed:
             patch(pod, {"theta_f": 0.1})
             is_changed = True
+
+
+def ask_for_nothing(pod: Pod) -> None:
+    """A request that is refused with 400."""
+    headers = {"Authorization": f"Bearer {API_KEY}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{pod.url}/v1/completions", data=b"{}", headers=headers)
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(request, timeout=30)
 
 
 def patch(pod: Pod, changes: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -135,10 +135,8 @@ def _table(queries: list[tuple[Json, Series]], unit: str, width: int, height: in
 
 
 def _heatmap(queries: list[tuple[Json, Series]], unit: str, width: int, height: int) -> str:
-    series = sorted(
-        (one for _, found in queries for one in found), key=lambda o: float(o["metric"]["le"])
-    )
-    rows = list(_per_bucket(series))
+    ((target, series),) = queries
+    rows = list(_heatmap_rows(target["legendFormat"].strip("{}"), series))
     times = sorted({t for _, values in rows for t in values})
     top = max((v for _, values in rows for v in values.values()), default=0) or 1
     left, low, high = 52, height - 12, 26
@@ -159,13 +157,13 @@ def _heatmap(queries: list[tuple[Json, Series]], unit: str, width: int, height: 
     return "".join(parts)
 
 
-def _per_bucket(series: Sequence[Json]) -> Iterable[tuple[str, dict[float, float]]]:
-    """Cumulative buckets to observations of each bucket alone."""
+def _heatmap_rows(label: str, series: Series) -> Iterable[tuple[str, dict[float, float]]]:
+    """The rows from below; buckets with a label ``le`` count those below them, too."""
     below: dict[float, float] = {}
-    for one in series:
+    for one in sorted(series, key=lambda o: float(o["metric"][label])):
         values = dict(_points(one))
-        yield one["metric"]["le"], {t: max(0.0, v - below.get(t, 0)) for t, v in values.items()}
-        below = values
+        yield one["metric"][label], {t: max(0.0, v - below.get(t, 0)) for t, v in values.items()}
+        below = values if label == "le" else {}
 
 
 def _legend(target: Json, one: Json) -> str:

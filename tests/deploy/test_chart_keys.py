@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,16 +69,17 @@ def test_admin_port_is_the_same_everywhere(helm: Helm, monkeypatch: pytest.Monke
     assert service["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin"}]
     assert [p["name"] for p in find(objects, "Service", "-serve")["spec"]["ports"]] == ["http"]
     rules = find(objects, "NetworkPolicy")["spec"]["ingress"]
-    assert rules[-1] == {
+    own = {
         "from": NAMED_KEYS["networkPolicy"]["adminFrom"],
         "ports": [{"port": "admin", "protocol": "TCP"}],
     }
+    assert own in rules
 
 
 def test_without_admin_port_there_is_no_second_service(helm4: Helm) -> None:
     """And no rule for a port that does not exist."""
     policy = {**NAMED_KEYS["networkPolicy"]}
-    objects = helm4.template({"networkPolicy": policy})
+    objects = helm4.template({"networkPolicy": policy, "tests": {"enabled": False}})
     assert [o["kind"] for o in objects].count("Service") == 1
     assert len(find(objects, "NetworkPolicy")["spec"]["ingress"]) == 1
     assert "VTOKEN_ADMIN_HOST" not in variables(objects)
@@ -106,6 +109,17 @@ def test_helm_test_asks_the_admin_port(helm4: Helm) -> None:
     pod = find(helm4.template({**KEYS, "server": {"adminPort": 8001}}), "Pod")["spec"]
     environment = {e["name"]: e.get("value") for e in pod["containers"][0]["env"]}
     assert environment["SMOKE_ADMIN_URL"].endswith("-admin:8001")
+
+
+def test_helm_test_gets_through_the_network_policy(helm: Helm) -> None:
+    """Whoever else may come in; and by labels that make it no pod of the Service."""
+    closed = {"enabled": True, "ingressFrom": []}
+    objects = helm.template({**KEYS, "server": {"adminPort": 8001}, "networkPolicy": closed})
+    (rule,) = find(objects, "NetworkPolicy")["spec"]["ingress"]
+    labels = find(objects, "Pod")["metadata"]["labels"]
+    assert rule["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert [port["port"] for port in rule["ports"]] == ["http", "admin"]
+    assert not find(objects, "Service", "-serve")["spec"]["selector"].items() <= labels.items()
 
 
 def test_helm_test_has_named_keys_too(helm: Helm) -> None:
@@ -151,3 +165,31 @@ def test_smoke_takes_the_first_key_of_a_mounted_secret(smoke: ModuleType, tmp_pa
     (tmp_path / "bob").write_text("second\n")
     (tmp_path / "alice").write_text("first\n")
     assert smoke.key_in_folder(str(tmp_path)) == "first"
+
+
+def test_smoke_stays_with_one_pod(smoke: ModuleType) -> None:
+    """A Service balances connections: the policy is put back where it was changed."""
+    peers = []
+
+    class Pod(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            peers.append(self.client_address)
+            self.send_response(200 if len(peers) < 3 else 404)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pod) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/admin/policy"
+        assert [smoke.call("GET", url, "k") for _ in range(2)] == ["{}", "{}"]
+        with pytest.raises(smoke.SmokeError, match="answered 404"):
+            smoke.call("GET", url, "k")
+        smoke.CONNECTIONS.popitem()[1].close()
+        server.shutdown()
+    assert len(set(peers)) == 1

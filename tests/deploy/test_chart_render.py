@@ -182,12 +182,24 @@ def test_changed_setting_or_key_replaces_the_pods(helm4: Helm) -> None:
 
 
 def test_network_policy_denies_what_it_does_not_open(helm4: Helm) -> None:
-    """Without peers nothing comes in; the embedded model needs no way out but DNS."""
-    values = {"networkPolicy": {"enabled": True, "ingressFrom": [], "allowDns": False}}
+    """Without peers and `helm test` nothing comes in; the embedded model needs DNS alone."""
+    values = {
+        "networkPolicy": {"enabled": True, "ingressFrom": [], "allowDns": False},
+        "tests": {"enabled": False},
+    }
     spec = find(helm4.template(values), "NetworkPolicy")["spec"]
     assert spec["policyTypes"] == ["Ingress", "Egress"]
     assert spec["ingress"] == []
     assert spec["egress"] == []
+
+
+def test_rollout_waits_for_the_old_pod_and_the_new(helm4: Helm) -> None:
+    """With `Recreate` the old one may drain to its end before the new one begins to load."""
+    values = {"server": {"drainSeconds": 1800}, "probes": {"startup": {"failureThreshold": 240}}}
+    spec = find(helm4.template(values), "Deployment")["spec"]
+    grace = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > 1800
+    assert spec["progressDeadlineSeconds"] > grace + 2400
 
 
 def test_scraping_finds_each_pod_once(helm4: Helm) -> None:

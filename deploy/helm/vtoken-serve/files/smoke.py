@@ -10,17 +10,20 @@ should be.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
 import sys
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = float(os.environ.get("SMOKE_TIMEOUT_SECONDS", "120"))
+
+CONNECTIONS: dict[str, http.client.HTTPConnection] = {}
+"""Kept open: a Service gives each new one to any pod, and the policy is changed pod by pod."""
 
 
 class SmokeError(Exception):
@@ -36,18 +39,22 @@ def call(
         SmokeError: the service cannot be reached or refuses.
     """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data=data, method=method, headers=dict(headers or {}))
-    request.add_header("Content-Type", "application/json")
+    sent = {"Content-Type": "application/json", **(headers or {})}
     if key:
-        request.add_header("Authorization", f"Bearer {key}")
+        sent["Authorization"] = f"Bearer {key}"
+    place = urllib.parse.urlsplit(url)
+    if place.netloc not in CONNECTIONS:
+        connection = http.client.HTTPConnection(place.netloc, timeout=TIMEOUT_SECONDS)
+        CONNECTIONS[place.netloc] = connection
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            return str(answer.read().decode())
-    except urllib.error.HTTPError as error:
-        text = error.read().decode(errors="replace")[:500]
-        raise SmokeError(f"{method} {url} answered {error.code}: {text}") from error
-    except OSError as error:
-        raise SmokeError(f"{method} {url} failed: {error}") from error
+        CONNECTIONS[place.netloc].request(method, place.path, data, sent)
+        answer = CONNECTIONS[place.netloc].getresponse()
+        text = answer.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise SmokeError(f"{method} {url} failed: {error!r}") from error
+    if answer.status >= 300:
+        raise SmokeError(f"{method} {url} answered {answer.status}: {text[:500]}")
+    return text
 
 
 def check_chat(base: str, key: str) -> None:

@@ -14,6 +14,12 @@ app.kubernetes.io/name: {{ include "vtoken.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{/* Of the pod of `helm test`; NetworkPolicy lets it in by them. */}}
+{{- define "vtoken.testLabels" -}}
+app.kubernetes.io/component: test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
 {{- define "vtoken.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ include "vtoken.selectorLabels" . }}
