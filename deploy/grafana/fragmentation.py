@@ -34,6 +34,7 @@ _WASTE = Row(
             (Query(total("vtoken_blocks_by_utilization", "utilization"), "{{utilization}}"),),
             unit="percentunit",
             kind="heatmap",
+            width=24,
         ),
         Panel(
             "Retained against ideal blocks",

@@ -90,11 +90,11 @@ def running(helm: Helm, prometheus_binary: Path, folder: Path) -> Iterator[Live]
 
 
 def send_load(pod: Pod) -> None:
-    """Conversations of several lengths for a bounded time, a refusal and one policy change."""
-    ask_for_nothing(pod)
+    """Conversations of several lengths for a bounded time, refusals and one policy change."""
     deadline = time.monotonic() + LOAD_SECONDS
     is_changed = False
     while time.monotonic() < deadline:
+        ask_for_nothing(pod)
         streams = [Stream(pod.url, API_KEY, 40 + 60 * n, 120 + 20 * n) for n in range(10)]
         for thread in [stream.start() for stream in streams]:
             thread.join(timeout=300)

@@ -185,7 +185,7 @@ def _number(value: float, unit: str) -> str:
         if value >= limit:
             text = f"{value / limit:.3g} {letter}"
             break
-    return text + (f" {unit}" if unit in ("s", "Bps", "reqps") else "")
+    return text + {"s": " s", "Bps": "B/s", "reqps": "/s"}.get(unit, "")
 
 
 if __name__ == "__main__":
