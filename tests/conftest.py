@@ -1,7 +1,11 @@
 """Settings of all tests."""
 
+import logging
+
 import pytest
 from hypothesis import settings
+
+OUR_LOGGERS = {"vtoken", "service", "loadtest", "benchmarks", "deploy"}
 
 # Machines that run tests are shared and slow at times: a slow example is no failure.
 settings.register_profile("vtoken", deadline=None)
@@ -18,3 +22,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in set(slow)]
+
+
+def pytest_runtest_setup() -> None:
+    """Each test begins with logging as in a fresh process: imports and servers set it up."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] in OUR_LOGGERS and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)

@@ -225,7 +225,7 @@ def test_tools_are_accepted(client):
         messages=[{"role": "user", "content": "How warm is it, in celsius?"}],
         tools=[tool],
         tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        max_tokens=40,
+        max_tokens=120,
         temperature=0,
     )
     call = answer.choices[0].message.tool_calls[0]
