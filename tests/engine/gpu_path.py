@@ -68,7 +68,7 @@ def use_gpu_path() -> Device:
 
     from vtoken.integration.vllm import model_runner_v2
     from vtoken.integration.vllm.attention_metadata import LiveRows
-    from vtoken.integration.vllm.compat.gpu_side import attention_override
+    from vtoken.integration.vllm.compat.layers import attention_override
     from vtoken.integration.vllm.device_rows import DeviceSlotRows, upload
     from vtoken.integration.vllm.gpu_core import GpuTools, TokenPages, make_gpu_core
     from vtoken.integration.vllm.observer import default_layers

@@ -21,7 +21,7 @@ from vtoken.integration.vllm.attention_gpu_choice import GpuFacts, LayerFacts, c
 from vtoken.integration.vllm.attention_gpu_flash import LiveFlashBackend
 from vtoken.integration.vllm.attention_gpu_triton import LiveTritonBackend, LiveTritonImpl
 from vtoken.integration.vllm.attention_metadata import LiveRows
-from vtoken.integration.vllm.compat.gpu_side import attention_override
+from vtoken.integration.vllm.compat.layers import attention_override
 
 _spec = importlib.util.spec_from_file_location(
     "attention_case", Path(__file__).parents[1] / "gpu_interp" / "attention_case.py"

@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 
 from vtoken.errors import UnsupportedError
 from vtoken.integration.vllm.attention_kernels import HeadShape, choose_attention
+from vtoken.integration.vllm.attention_limits import LiveTokensOnly, check_layer
 from vtoken.integration.vllm.attention_metadata import (
     LiveAttentionMetadata,
     LiveRows,
@@ -33,7 +34,7 @@ from vtoken.integration.vllm.observer import LayerObserver
 from vtoken.kv_view import SlotGeometry, SplitKV
 
 
-class LiveCPUAttentionBackend(CPUAttentionBackend):
+class LiveCPUAttentionBackend(LiveTokensOnly, CPUAttentionBackend):
     """Dtypes, head sizes and storage layout of the stock backend; any block size."""
 
     forward_includes_kv_cache_update: bool = False
@@ -43,21 +44,6 @@ class LiveCPUAttentionBackend(CPUAttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Slots make block boundaries invisible to the kernels."""
         return [MultipleOf(1)]
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """No: a row lists a past."""
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """No: a window counts positions, a row counts live tokens."""
-        return False
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoder layers only."""
-        return bool(attn_type == AttentionType.DECODER)
 
     @staticmethod
     def get_impl_cls() -> type[LiveCPUAttention]:
@@ -145,17 +131,19 @@ class LiveCPUAttention(AttentionImpl[LiveAttentionMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            f"a sliding window of {sliding_window}": sliding_window is not None,
-            f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype.startswith(("fp8", "int8", "nvfp4")),
-            f"attention type {attn_type}": attn_type != AttentionType.DECODER,
-            f"KV sharing with {kv_sharing_target_layer_name}": bool(kv_sharing_target_layer_name),
-            "learned attention sinks": sinks is not None,
-        }
-        for feature, present in refused.items():
-            if present:
-                raise UnsupportedError(f"vToken on CPU does not support {feature}")
+        check_layer(
+            "CPU",
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=sinks,
+            further={
+                f"KV cache dtype {kv_cache_dtype}": kv_cache_dtype.startswith(
+                    ("fp8", "int8", "nvfp4")
+                )
+            },
+        )
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.head_size = head_size

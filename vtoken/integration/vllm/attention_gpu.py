@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vtoken.errors import UnsupportedError
+from vtoken.integration.vllm.attention_limits import LiveTokensOnly, check_layer
 from vtoken.integration.vllm.attention_metadata import LiveRows
 from vtoken.integration.vllm.compat.gpu_side import take_kernel_block_table, with_live_tokens
 
@@ -84,7 +85,7 @@ class QuerySink(Protocol):
         """``query`` ``[num_tokens, num_heads, head_size]`` of this step, valid until it ends."""
 
 
-class LiveBackend:
+class LiveBackend(LiveTokensOnly):
     """Mixed into a backend: reads one-token blocks of decoder layers, nothing else."""
 
     @staticmethod
@@ -108,16 +109,6 @@ class LiveBackend:
         return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
 
     @classmethod
-    def supports_non_causal(cls) -> bool:
-        """No: a row lists a past."""
-        return False
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """No: a window counts positions, a row counts live tokens."""
-        return False
-
-    @classmethod
     def supports_rswa(cls) -> bool:
         """No, as with windows."""
         return False
@@ -131,11 +122,6 @@ class LiveBackend:
     def supports_sink(cls) -> bool:
         """No: not proven."""
         return False
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoder layers only."""
-        return bool(attn_type == AttentionType.DECODER)
 
 
 class LiveBuilder:
@@ -208,20 +194,19 @@ class LiveImpl:
         sinks: torch.Tensor | None = None,
         **unknown: Any,
     ) -> None:
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            f"a sliding window of {sliding_window}": sliding_window is not None,
-            f"attention type {attn_type}": attn_type != AttentionType.DECODER,
-            f"KV sharing with {kv_sharing_target_layer_name}": bool(kv_sharing_target_layer_name),
-            "learned attention sinks": sinks is not None,
-        } | {
+        check_layer(
+            "GPUs",
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=sinks,
             # vLLM passes some options on although they are off.
-            f"the attention option {name}={value!r}": value not in (None, False, -1)
-            for name, value in unknown.items()
-        }
-        for feature, present in refused.items():
-            if present:
-                raise UnsupportedError(f"vToken on GPUs does not support {feature}")
+            further={
+                f"the attention option {name}={value!r}": value not in (None, False, -1)
+                for name, value in unknown.items()
+            },
+        )
         super().__init__(
             num_heads,
             head_size,

@@ -1,7 +1,7 @@
 """The worker core over a GPU's cache: one-token pages, the CUDA copy engine, live tables.
 
 What a runner of Model Runner V2 needs besides vLLM's own class: it loads its model inside
-:func:`~vtoken.integration.vllm.compat.gpu_side.attention_override`, makes its core here once the
+:func:`~vtoken.integration.vllm.compat.layers.attention_override`, makes its core here once the
 cache exists, and hands rows, lengths and the host's lengths to the builders before each forward.
 """
 

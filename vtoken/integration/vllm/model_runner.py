@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from vtoken.integration.vllm.attention_metadata import LiveRows
-from vtoken.integration.vllm.compat.worker_side import HookedCPUModelRunner, layer_names
+from vtoken.integration.vllm.compat.layers import layer_names
+from vtoken.integration.vllm.compat.worker_side import HookedCPUModelRunner
 from vtoken.integration.vllm.runner_base import TokenLayerRunner, live_views
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.integration.vllm.support import check_groups

@@ -17,7 +17,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vtoken.copy_engine.cpu import CpuCopyEngine
 from vtoken.errors import UnsupportedError
 from vtoken.integration.vllm.attention_cpu import LiveCPUAttentionBackend, LiveCPUMetadataBuilder
-from vtoken.integration.vllm.compat.worker_side import cpu_attention_override
+from vtoken.integration.vllm.compat.layers import attention_override
 from vtoken.integration.vllm.messages import ATTRIBUTE, EMPTY_ROW, StepMessage
 from vtoken.integration.vllm.observer import Observer
 from vtoken.integration.vllm.ranks import TensorParallelRanks
@@ -38,7 +38,7 @@ class TokenLayerRunner:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with our attention in its layers."""
-        with cpu_attention_override(_BACKEND_PATH):
+        with attention_override("CPU_ATTN", _BACKEND_PATH):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def make_core(

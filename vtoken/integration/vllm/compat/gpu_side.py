@@ -5,41 +5,14 @@ Read against vLLM 0.32.0: ``v1/worker/utils.py`` (AttentionGroup), ``v1/attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.v1.attention import selector
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import registry
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.utils import AttentionGroup
 
 from vtoken.errors import UnsupportedError
-
-
-@contextmanager
-def attention_override(backend_name: str, class_path: str) -> Iterator[None]:
-    """Let layers that are built inside the block use ``class_path`` as backend ``backend_name``.
-
-    Layers ask for their backend once, when they are constructed, so the override may end with
-    model loading. The selector's cache is emptied on both sides: it would hand a class chosen
-    under the other rule to the next model.
-    """
-    backend = AttentionBackendEnum[backend_name]
-    before = registry._ATTN_OVERRIDES.get(backend)
-    registry.register_backend(backend, class_path)
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        if before is None:
-            backend.clear_override()
-        else:
-            registry.register_backend(backend, before)
-        selector._cached_get_attn_backend.cache_clear()
 
 
 class _LiveGroup(AttentionGroup):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.model_executor.models.utils import extract_layer_index
+
+from vtoken.integration.vllm.compat.layers import layer_names
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as _Runner
@@ -51,10 +52,8 @@ class RunnerV2Hooks(_Runner):
 
     def layer_caches(self, kv_cache_config: Any) -> dict[str, torch.Tensor]:
         """The cache of each layer of the one KV cache group, in the order of the model."""
-        (group,) = kv_cache_config.kv_cache_groups
         layers = self.compilation_config.static_forward_context
-        names = sorted(group.layer_names, key=extract_layer_index)
-        return {name: layers[name].kv_cache for name in names}
+        return {name: layers[name].kv_cache for name in layer_names(kv_cache_config)}
 
     def finish_requests(self, scheduler_output: Any) -> None:
         """vLLM's first look at a step."""

@@ -1,4 +1,4 @@
-"""vLLM's private worker names: backend override, runner construction, runner hooks.
+"""vLLM's private worker names: runner construction, runner hooks.
 
 :class:`HookedCPUModelRunner` overrides what is private in vLLM's V1 runner and offers public
 hook methods instead; :mod:`vtoken.integration.vllm.model_runner` implements these and knows
@@ -14,35 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends import registry
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-
-@contextmanager
-def cpu_attention_override(class_path: str) -> Iterator[None]:
-    """Let layers that are built inside the block use ``class_path`` instead of CPU_ATTN.
-
-    Attention layers ask for their backend class once, when they are constructed, and keep it;
-    the runner takes it from the layers afterwards. So the override may end with model loading,
-    and another engine in this process stays stock. The selector's cache must be emptied on
-    both sides: it would hand a class chosen under the other rule to the next model.
-    """
-    backend = AttentionBackendEnum.CPU_ATTN
-    before = registry._ATTN_OVERRIDES.get(backend)
-    registry.register_backend(backend, class_path)
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        if before is None:
-            backend.clear_override()
-        else:
-            registry.register_backend(backend, before)
-        selector._cached_get_attn_backend.cache_clear()
 
 
 @contextmanager
@@ -58,12 +31,6 @@ def cpu_runner_class(runner_class: type[CPUModelRunner]) -> Iterator[None]:
         yield
     finally:
         cpu_worker.CPUModelRunner = before
-
-
-def layer_names(kv_cache_config: Any) -> list[str]:
-    """Names of the layers of the one KV cache group, in the order of the runner's caches."""
-    (group,) = kv_cache_config.kv_cache_groups
-    return sorted(group.layer_names, key=extract_layer_index)
 
 
 class HookedCPUModelRunner(CPUModelRunner):
