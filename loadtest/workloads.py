@@ -70,6 +70,14 @@ class Lengths:
     num_prompt_tokens: int
     num_output_tokens: int
 
+    def described(self) -> dict[str, int]:
+        """As results name them, where all jobs are sent at once."""
+        return {
+            "requests_at_once": self.num_jobs,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+        }
+
 
 async def synthetic(tokenizer: Tokenizer, lengths: Lengths, seed: int) -> list[Job]:
     """Prompts of random letters in words, all of exactly the same length; no two alike."""

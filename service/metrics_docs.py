@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
+from service import generated_docs
 from service.metrics import BASE_LABELS, PREFIX, SERVICE_METRICS
 from vtoken.stats import METRICS, MetricSpec
 
@@ -36,21 +34,7 @@ def render() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the document, or compare it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m service.metrics")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", type=Path, metavar="FILE")
-    action.add_argument("--check", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    if options.write:
-        options.write.write_text(render(), encoding="utf-8")
-        return 0
-    if options.check.is_file() and options.check.read_text(encoding="utf-8") == render():
-        return 0
-    print(
-        f"{options.check} is stale: python -m service.metrics --write {options.check}",
-        file=sys.stderr,
-    )
-    return 1
+    return generated_docs.run("python -m service.metrics", render, argv)
 
 
 def _row(spec: MetricSpec) -> str:

@@ -6,15 +6,14 @@ python -m service.settings_docs --check docs/configuration.md    # exit code 1 i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic.fields import FieldInfo
 
+from service import generated_docs
 from service.flags import field_docs, flag_name
 from service.setting_layers import ENV_PREFIX
 from service.settings import OTHER_VARIABLES, ClientSettings, ServiceSettings, is_list, is_object
@@ -104,19 +103,7 @@ def render() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the document, or compare it; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m service.settings_docs")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", type=Path, metavar="FILE")
-    action.add_argument("--check", type=Path, metavar="FILE")
-    options = parser.parse_args(argv)
-    if options.write:
-        options.write.write_text(render(), encoding="utf-8")
-        return 0
-    if options.check.is_file() and options.check.read_text(encoding="utf-8") == render():
-        return 0
-    how = f"python -m service.settings_docs --write {options.check}"
-    print(f"{options.check} is stale: {how}", file=sys.stderr)
-    return 1
+    return generated_docs.run("python -m service.settings_docs", render, argv)
 
 
 def _layer_row(field: dataclasses.Field[Any], hint: Any, docs: dict[str, str]) -> str:

@@ -77,6 +77,15 @@ def end_blocks(answers: Sequence[Answer], block_size: int = BLOCK_SIZE) -> dict[
     }
 
 
+def use_of_memory(run: Run, block_size: int = BLOCK_SIZE) -> dict[str, float]:
+    """Blocks while all requests decode and at their end, and what the engine did for it."""
+    return {
+        **block_use(full_house(run.samples)),
+        **end_blocks(run.answers, block_size),
+        **work(run),
+    }
+
+
 def work(run: Run) -> dict[str, float]:
     """What the engine did for the whole load, in counts that depend on no clock."""
     counts = {

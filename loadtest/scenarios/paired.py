@@ -12,14 +12,7 @@ from typing import Any
 from loadtest.bench import Bench, Load, Run, abba
 from loadtest.fleet import Arm, Engine
 from loadtest.outcome import Outcome
-from loadtest.scenarios.capacity import (
-    RECLAIM_EAGERLY,
-    block_use,
-    end_blocks,
-    full_house,
-    speed,
-    work,
-)
+from loadtest.scenarios.capacity import RECLAIM_EAGERLY, speed, use_of_memory
 from loadtest.scenarios.inputs import CONVERSATION, DOCUMENT, SYNTHETIC, make_jobs, sources
 from loadtest.scenarios.rivals import add_zipage
 from loadtest.workloads import Lengths
@@ -105,12 +98,7 @@ async def _add_zipage(bench: Bench, size: Size, workload: str, arms: dict[str, A
 
 def measured(result: Run) -> dict[str, float]:
     """All metrics of one run."""
-    return {
-        **block_use(full_house(result.samples)),
-        **end_blocks(result.answers),
-        **work(result),
-        **speed(result),
-    }
+    return use_of_memory(result) | speed(result)
 
 
 def describe(size: Size, repeats: int) -> dict[str, Any]:
@@ -120,9 +108,7 @@ def describe(size: Size, repeats: int) -> dict[str, Any]:
         "rivals": list(size.rivals),
         "keep_ratio": size.keep_ratio,
         "workloads": sources(size.workloads),
-        "requests_at_once": size.lengths.num_jobs,
-        "prompt_tokens": size.lengths.num_prompt_tokens,
-        "output_tokens": size.lengths.num_output_tokens,
+        **size.lengths.described(),
         "repeats": repeats,
         "engine": Engine().arguments("lazy"),
         "policy_document": {"theta_f": 0.25, **RECLAIM_EAGERLY},

@@ -12,14 +12,7 @@ from typing import Any
 from loadtest.bench import Bench, Load, abba
 from loadtest.fleet import Arm, Engine
 from loadtest.outcome import Outcome
-from loadtest.scenarios.capacity import (
-    RECLAIM_EAGERLY,
-    block_use,
-    end_blocks,
-    full_house,
-    speed,
-    work,
-)
+from loadtest.scenarios.capacity import RECLAIM_EAGERLY, speed, use_of_memory
 from loadtest.scenarios.inputs import DOCUMENT, SYNTHETIC, make_jobs, sources
 from loadtest.workloads import Lengths
 
@@ -83,9 +76,7 @@ async def run(bench: Bench) -> Outcome:
                 "defaults": {"keep_ratio": 0.5, "theta_f": 0.25, **RECLAIM_EAGERLY},
                 "settings": {name: list(values) for name, values in size.settings.items()},
                 "workload": sources((size.workload,)),
-                "requests_at_once": size.lengths.num_jobs,
-                "prompt_tokens": size.lengths.num_prompt_tokens,
-                "output_tokens": size.lengths.num_output_tokens,
+                **size.lengths.described(),
                 "repeats": repeats,
                 "engine": Engine().arguments("lazy"),
             },
@@ -100,13 +91,7 @@ async def run(bench: Bench) -> Outcome:
             result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
             if repeat >= 0:
                 block_size = arms[name].engine.block_size
-                metrics = {
-                    **block_use(full_house(result.samples)),
-                    **end_blocks(result.answers, block_size),
-                    **work(result),
-                    **speed(result),
-                }
-                outcome.add(name, metrics)
+                outcome.add(name, use_of_memory(result, block_size) | speed(result))
     outcome.not_measured.append("Two settings at a time; block sizes below 16.")
     return outcome
 

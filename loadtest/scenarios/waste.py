@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loadtest.bench import Bench, Load, abba
 from loadtest.fleet import Arm, Engine
 from loadtest.outcome import Outcome
-from loadtest.scenarios.capacity import block_use, end_blocks, full_house, work
+from loadtest.scenarios.capacity import use_of_memory
 from loadtest.scenarios.inputs import CONVERSATION, DOCUMENT, SYNTHETIC, make_jobs, sources
 from loadtest.workloads import Lengths
 
@@ -51,9 +51,7 @@ async def run(bench: Bench) -> Outcome:
                 "mode": "naive",
                 "keep_ratio": size.keep_ratio,
                 "workloads": sources(size.workloads),
-                "requests_at_once": size.lengths.num_jobs,
-                "prompt_tokens": size.lengths.num_prompt_tokens,
-                "output_tokens": size.lengths.num_output_tokens,
+                **size.lengths.described(),
                 "repeats": repeats,
                 "engine": Engine().arguments("naive"),
             },
@@ -72,7 +70,6 @@ async def run(bench: Bench) -> Outcome:
             jobs = await make_jobs(workload, tokenizer, size.lengths, max(repeat, 0))
             result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
             if repeat >= 0:
-                metrics = block_use(full_house(result.samples))
-                outcome.add(name, {**metrics, **end_blocks(result.answers), **work(result)})
+                outcome.add(name, use_of_memory(result))
     outcome.not_measured.append("Contexts of 16K tokens: the model takes 8K, a CPU is slow.")
     return outcome

@@ -56,11 +56,18 @@ def run_arm(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> RunArm
 
 def _run(spec: str, folder: Path) -> None:
     """Write ``result.json`` into ``folder``, or fail the test."""
-    unfinished = folder / "unfinished.json"
+    run_program("tests.engine.arm", spec, folder, result="unfinished.json")
+    (folder / "unfinished.json").rename(folder / "result.json")
+
+
+def run_program(module: str, spec: str, folder: Path, *, result: str = "result.json") -> None:
+    """Run an engine in a process of its own: ``python -m module SPEC RESULT``, both in ``folder``.
+
+    A program that fails, fails the test with the end of what it said.
+    """
     (folder / "spec.json").write_text(spec)
-    command = [sys.executable, "-m", "tests.engine.arm"]
     done = subprocess.run(
-        [*command, str(folder / "spec.json"), str(unfinished)],
+        [sys.executable, "-m", module, str(folder / "spec.json"), str(folder / result)],
         cwd=REPOSITORY,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
@@ -69,5 +76,4 @@ def _run(spec: str, folder: Path) -> None:
         check=False,
     )
     if done.returncode:
-        pytest.fail(f"arm ended with {done.returncode}\n{spec}\n{done.stderr[-2500:]}")
-    unfinished.rename(folder / "result.json")
+        pytest.fail(f"{module} ended with {done.returncode}\n{spec}\n{done.stderr[-3000:]}")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine import test_tensor_parallel
+from tests.engine.conftest import run_program
 from tests.engine.oracle import DenseOracle
 from tests.engine.workloads import make_prompts, make_workload
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu_interp]
 
-REPOSITORY = Path(__file__).parents[2]
 MUTANT = "moves without copies"
 
 
@@ -39,18 +35,7 @@ def make_spec() -> dict[str, Any]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Both workloads of one engine."""
     folder = tmp_path_factory.mktemp("gpu_path")
-    (folder / "spec.json").write_text(json.dumps(make_spec()))
-    command = [sys.executable, "-m", "tests.engine.gpu_path"]
-    done = subprocess.run(
-        [*command, str(folder / "spec.json"), str(folder / "result.json")],
-        cwd=REPOSITORY,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("tests.engine.gpu_path", json.dumps(make_spec()), folder)
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine import lora, test_tensor_parallel
+from tests.engine.conftest import run_program
 from tests.engine.oracle import DenseOracle
 from tests.engine.workloads import make_prompts, make_workload
 
 pytestmark = pytest.mark.engine
 
-REPOSITORY = Path(__file__).parents[2]
 PER_REQUEST = ("ids", "prompts", "tokens", "logprobs")
 
 
@@ -33,18 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec["engine"]["enable_prefix_caching"] = True
     prompts = make_prompts((70, 150, 333, 411), step=0)  # equal beginnings, other keys
     spec["workloads"] = [make_workload("h2o", 48, prompts=prompts)]
-    (folder / "spec.json").write_text(json.dumps(spec))
-    command = [sys.executable, "-m", "tests.engine.lora"]
-    done = subprocess.run(
-        [*command, str(folder / "spec.json"), str(folder / "result.json")],
-        cwd=REPOSITORY,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("tests.engine.lora", json.dumps(spec), folder)
     return folder
 
 
