@@ -5,8 +5,6 @@ import logging
 import pytest
 from hypothesis import settings
 
-OUR_LOGGERS = {"vtoken", "service", "loadtest", "benchmarks", "deploy"}
-
 # Machines that run tests are shared and slow at times: a slow example is no failure.
 settings.register_profile("vtoken", deadline=None)
 settings.load_profile("vtoken")
@@ -25,10 +23,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup() -> None:
-    """Each test begins with logging as in a fresh process: imports and servers set it up."""
-    logging.disable(logging.NOTSET)
+    """Each test begins with Python's own level of the root logger.
+
+    A package that vLLM's app imports (model_hosting_container_standards) raises it to ERROR.
+    """
     logging.getLogger().setLevel(logging.WARNING)
-    for name, logger in list(logging.root.manager.loggerDict.items()):
-        if name.partition(".")[0] in OUR_LOGGERS and isinstance(logger, logging.Logger):
-            logger.disabled, logger.propagate = False, True
-            logger.setLevel(logging.NOTSET)
