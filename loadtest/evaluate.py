@@ -1,6 +1,6 @@
 """The whole evaluation, or its headline: ``python -m loadtest.evaluate [--quick]``.
 
-``--quick`` measures in less than ten minutes, on a quiet machine with two cores, what the paper is
+``--quick``, made for ten minutes on a quiet machine with two cores, measures what the paper is
 about: blocks held with and without repacking, and how many requests fit into a tight pool. Without
 it, every scenario runs at full size: a night.
 """
