@@ -21,6 +21,7 @@ NUM_HEADS = 2
 BYTES_PER_TOKEN = NUM_LAYERS * 2 * (HIDDEN_SIZE // NUM_HEADS) * 2
 """K and V of the one KV head in bf16."""
 HEAD_SIZE = HIDDEN_SIZE // NUM_HEADS
+MAX_POSITIONS = 65536
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """Of its engine. Its matrices are too small to be shared out: on a busy machine threads that wait
 for each other make a step twenty times slower than one thread alone."""
@@ -37,6 +38,7 @@ def ensure_tiny_model(
     """
     cache = cache_dir or default_cache_dir()
     name = f"tiny-llama-{NUM_LAYERS}x{num_heads * HEAD_SIZE}-v{VOCABULARY}-kv{num_kv_heads}"
+    name += f"-p{MAX_POSITIONS}"
     folder = cache / name
     if folder.exists():
         return folder
@@ -62,7 +64,7 @@ def _build(folder: Path, num_heads: int, num_kv_heads: int) -> None:
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        max_position_embeddings=4096,
+        max_position_embeddings=MAX_POSITIONS,
         initializer_range=0.2,  # sharp enough that attention and tokens depend on the context
         bos_token_id=1,
         eos_token_id=2,

@@ -18,7 +18,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.service.tiny_server import MODEL, TinyServer, body, events, wait_for, words
+from tests.service.tiny_server import LASTING_TOKENS, MODEL, TinyServer, body, events, wait_for, words
 
 pytestmark = pytest.mark.engine
 
@@ -135,7 +135,7 @@ def models_as(server: TinyServer, key: str) -> int:
 def test_running_request_keeps_its_document_and_the_next_does_not(api, admin):
     """``apply_to=new`` on a live engine; dry run, history and rollback by name."""
     before = admin.get("/admin/policy").json()["version"]
-    with Stream(api, words(150), 1800) as running:
+    with Stream(api, words(150)) as running:
         requests = wait_for(lambda: admin.get("/admin/state").json()["requests"], 60)
         (first,) = [request["request_id"] for request in requests]
         change = {"budget_tokens": 64}
@@ -144,7 +144,7 @@ def test_running_request_keeps_its_document_and_the_next_does_not(api, admin):
         assert tried["requests"][0]["evicted_tokens"] > 0
         params = {"apply_to": "new", "note": "quiet hours"}
         assert admin.patch("/admin/policy", params=params, json=change).status_code == 200
-        with Stream(api, words(150, 300), 1800) as other:
+        with Stream(api, words(150, 300)) as other:
             states = wait_for(lambda: two_of(admin.get("/admin/state").json()["requests"]), 60)
             versions = {state["request_id"]: state["policy_version"] for state in states}
             assert versions.pop(first) == before
@@ -162,14 +162,14 @@ def two_of(requests: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
 
 
 class Stream:
-    """A long answer that is read in the background until it is stopped."""
+    """A lasting answer that is read in the background until it is stopped."""
 
-    def __init__(self, client: httpx.Client, prompt: str, max_tokens: int) -> None:
+    def __init__(self, client: httpx.Client, prompt: str) -> None:
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(client, prompt, max_tokens))
+        self._thread = threading.Thread(target=self._read, args=(client, prompt))
 
-    def _read(self, client: httpx.Client, prompt: str, max_tokens: int) -> None:
-        request = body(prompt, max_tokens, stream=True)
+    def _read(self, client: httpx.Client, prompt: str) -> None:
+        request = body(prompt, LASTING_TOKENS, stream=True)
         with client.stream("POST", "/v1/completions", json=request) as answer:
             for _ in events(answer):
                 if self._stopped.is_set():

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.service.tiny_server import TinyServer, body, events, wait_for, words
+from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, wait_for, words
 
 pytestmark = pytest.mark.engine
 
@@ -82,7 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, flag: Path) -> Iterator[Tin
 class Asking:
     """A stream in the background that ends when it ends."""
 
-    def __init__(self, server: TinyServer, max_tokens: int = 1900) -> None:
+    def __init__(self, server: TinyServer, max_tokens: int) -> None:
         self.num_events = 0
         self.last: dict[str, Any] = {}
         self.status = self.usage = 0
@@ -178,7 +178,7 @@ def test_queue_that_is_too_long_is_refused_and_the_accepted_finish(server: TinyS
 def test_second_signal_ends_it_at_once(server: TinyServer) -> None:
     """An hour to drain and a stream to wait for: 143, the stream is told, no process is left."""
     processes = server.descendants()
-    asking = Asking(server)
+    asking = Asking(server, LASTING_TOKENS)
     wait_for(lambda: asking.num_events)
     server.terminate()
     wait_for(lambda: "draining" in server.ready()[1], 30)

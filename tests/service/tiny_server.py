@@ -20,17 +20,21 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.engine.tiny_model import ENVIRONMENT, VOCABULARY, ensure_tiny_model
+from tests.engine.tiny_model import BYTES_PER_TOKEN, ENVIRONMENT, VOCABULARY, ensure_tiny_model
 
 MODEL = "tiny"
 ADMIN_KEY = "test-admin-key"
 SECONDS = 300.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+MAX_MODEL_LEN = 32768
+LASTING_TOKENS = 30_000
+"""An answer that has not ended while a test looks at it: more than a minute at 400 tokens a second.
+Who asks for it hangs up, or stops the server."""
 FLAGS = (
     "--enforce-eager",
     *("--served-model-name", MODEL),
-    *("--max-model-len", "2048"),
-    *("--kv-cache-memory-bytes", "4M"),
+    *("--max-model-len", str(MAX_MODEL_LEN)),
+    *("--kv-cache-memory-bytes", str(MAX_MODEL_LEN * BYTES_PER_TOKEN * 5 // 4)),
     *("--max-num-seqs", "64"),
     *("--vtoken-budget-tokens", "96"),
     *("--vtoken-theta-f", "0.1"),
