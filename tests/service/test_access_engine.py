@@ -18,7 +18,15 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.service.tiny_server import LASTING_TOKENS, MODEL, TinyServer, body, events, wait_for, words
+from tests.service.tiny_server import (
+    LASTING_TOKENS,
+    MODEL,
+    TinyServer,
+    body,
+    events,
+    wait_for,
+    words,
+)
 
 pytestmark = pytest.mark.engine
 
