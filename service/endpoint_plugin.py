@@ -100,6 +100,7 @@ class VTokenEndpointPlugin:
             config.to_dict(),
             engines=engine_numbers(engine_client.engine_core),
             not_ready_codes=operated.not_ready_codes,
+            refusals=operated.refusals.totals,
         )
         metrics.register(collector, REGISTRY)
         if config.mode != "off":

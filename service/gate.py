@@ -18,6 +18,7 @@ from service import request_ids, tracing
 from service.asgi import error_body, error_response, is_work
 from service.auth import KEY_NAME
 from service.drain import RETRY_AFTER_SECONDS, Drain
+from service.refusals import Refusals
 from service.request_ids import RequestRecord
 
 access_logger = logging.getLogger("service.access")
@@ -29,12 +30,16 @@ class RequestGate:
     Args:
         app: all of the server.
         drain: counts requests.
+        refusals: counts those that are turned away, or ended here.
         timeout_seconds: for each request to the model; 0: none.
     """
 
-    def __init__(self, app: ASGIApp, *, drain: Drain, timeout_seconds: float) -> None:
+    def __init__(
+        self, app: ASGIApp, *, drain: Drain, refusals: Refusals, timeout_seconds: float
+    ) -> None:
         self._app = app
         self._drain = drain
+        self._refusals = refusals
         self._timeout_seconds = timeout_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +64,7 @@ class RequestGate:
     ) -> None:
         clock = _Clock(record, receive, send)
         if not self._drain.enter(clock.cut):
+            self._refusals.count("draining")
             text = "the server is stopping; send the request again, to another one"
             answer = error_response(503, text, retry_after=RETRY_AFTER_SECONDS)
             answer.headers["Connection"] = "close"
@@ -80,7 +86,8 @@ class RequestGate:
                 raise
         finally:
             clock.stop()
-        if clock.expired.is_set():
+        if clock.expired.is_set() and not clock.is_over:
+            self._refusals.count("request_timeout_seconds" if clock.status == 504 else "cut_off")
             await clock.answer()
 
 
@@ -93,11 +100,11 @@ class _Clock:
     def __init__(self, record: RequestRecord, receive: Receive, send: Send) -> None:
         self.expired = asyncio.Event()
         self.cut = self._cut  # one object, by which a drain knows this request
-        self._status, self._text = 503, "the server is stopping and could not wait any longer"
+        self.status, self._text = 503, "the server is stopping and could not wait any longer"
         self._loop = asyncio.get_running_loop()
         self._record = record
         self._receive, self._send = receive, send
-        self._is_stream = self._is_over = False
+        self._is_stream = self.is_over = False
         self._timer: asyncio.TimerHandle | None = None
         self._next: asyncio.Future[Message] | None = None  # outlives a caller that only peeks
 
@@ -130,7 +137,7 @@ class _Clock:
         return self._seen(message)
 
     def _seen(self, message: Message) -> Message:
-        if message["type"] == "http.disconnect" and not self._is_over:
+        if message["type"] == "http.disconnect" and not self.is_over:
             self._record.outcome = "disconnected"
         return message
 
@@ -141,29 +148,27 @@ class _Clock:
         if message["type"] == "http.response.start":
             kind = dict(message.get("headers", ())).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
-        self._is_over = message["type"] == "http.response.body" and not message.get("more_body")
+        self.is_over = message["type"] == "http.response.body" and not message.get("more_body")
         await self._send(message)
 
     async def answer(self) -> None:
         """Say why it ends: an error answer, or the last event of a stream that has begun."""
-        if self._is_over:
-            return
         if not self._record.status:
-            retry = None if self._status == 504 else RETRY_AFTER_SECONDS
-            answer = error_response(self._status, self._text, retry_after=retry)
+            retry = None if self.status == 504 else RETRY_AFTER_SECONDS
+            answer = error_response(self.status, self._text, retry_after=retry)
             await answer({"type": "http"}, self._receive, self._send)
             return
-        event = b"data: " + json.dumps(error_body(self._status, self._text)).encode() + b"\n\n"
+        event = b"data: " + json.dumps(error_body(self.status, self._text)).encode() + b"\n\n"
         body = event + b"data: [DONE]\n\n" if self._is_stream else b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _cut(self) -> None:
         """End it because the server stops; for any thread."""
-        self._loop.call_soon_threadsafe(self._end, self._status, self._text, "cut_off")
+        self._loop.call_soon_threadsafe(self._end, self.status, self._text, "cut_off")
 
     def _end(self, status: int, text: str, outcome: str) -> None:
         if not self.expired.is_set():
-            self._status, self._text, self._record.outcome = status, text, outcome
+            self.status, self._text, self._record.outcome = status, text, outcome
             self.expired.set()
 
 

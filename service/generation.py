@@ -15,6 +15,7 @@ from vllm.inputs.engine import EngineInput
 
 from service import request_ids, tracing
 from service.admission import QueueEstimate
+from service.refusals import Refusals
 from service.request_ids import RequestRecord
 
 RECEIPT = "vtoken_receipt"
@@ -26,6 +27,7 @@ class Generation:
     Args:
         generate: vLLM's.
         queue: is told what was sent to the engine and what came back.
+        refusals: is told of prompts that are too long.
         max_prompt_tokens, max_output_tokens: bounds; 0: none.
         has_token_layer: whether the engine keeps receipts.
     """
@@ -35,12 +37,14 @@ class Generation:
         generate: Callable[..., AsyncGenerator[Any, None]],
         *,
         queue: QueueEstimate,
+        refusals: Refusals,
         max_prompt_tokens: int,
         max_output_tokens: int,
         has_token_layer: bool,
     ) -> None:
         self._generate = generate
         self._queue = queue
+        self._refusals = refusals
         self._max_prompt_tokens = max_prompt_tokens
         self._max_output_tokens = max_output_tokens
         self._has_token_layer = has_token_layer
@@ -67,6 +71,7 @@ class Generation:
         tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         length = len(tokens) if tokens is not None else 0
         if self._max_prompt_tokens and length > self._max_prompt_tokens:
+            self._refusals.count("max_prompt_tokens")
             raise VLLMValidationError(
                 f"the prompt has {length} tokens, and this server takes at most "
                 f"{self._max_prompt_tokens}",

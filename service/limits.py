@@ -1,7 +1,8 @@
 """What one request, and one client, may ask for: a middleware behind the API keys.
 
 Bodies that are too long are a 413, values out of bounds a 400, and what the server has no room for
-now a 429 with ``Retry-After``, all in OpenAI's form and before the engine hears of it.
+now a 429 with ``Retry-After``, all in OpenAI's form and before the engine hears of it. Each is
+counted by its reason.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class LimitRules:
 
 
 class Limits:
-    """Refuses, or passes on; finds the queue at ``app.state.vtoken.operations``."""
+    """Refuses, or passes on; finds queue and counts at ``app.state.vtoken.operations``."""
 
     def __init__(self, app: ASGIApp, *, rules: LimitRules) -> None:
         self._app = app
@@ -59,7 +60,7 @@ class Limits:
         rules = self._rules
         if rules.max_requests_per_key and self._open[key] >= rules.max_requests_per_key:
             text = f"this key has {self._open[key]} open requests, and may have no more"
-            return error_response(429, text, retry_after=1)
+            return _counted(scope, "max_requests_per_key", error_response(429, text, retry_after=1))
         if rules.max_queue_seconds:
             wait = scope["app"].state.vtoken.operations.queue.wait_seconds()
             if wait > rules.max_queue_seconds:
@@ -67,20 +68,19 @@ class Limits:
                     f"a request would wait about {wait:.0f} s before it starts, longer than "
                     f"the {rules.max_queue_seconds:g} s that this server lets it wait"
                 )
-                return error_response(429, text, retry_after=wait - rules.max_queue_seconds)
+                answer = error_response(429, text, retry_after=wait - rules.max_queue_seconds)
+                return _counted(scope, "max_queue_seconds", answer)
         return None
 
     async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._rules.max_body_bytes
-        if limit and _declared_length(scope) > limit:
-            await _too_long(limit)(scope, receive, send)
-            return
-        messages = await read_body(receive, limit)
+        too_long = bool(limit) and _declared_length(scope) > limit
+        messages = None if too_long else await read_body(receive, limit)
         if messages is None:
-            await _too_long(limit)(scope, receive, send)
+            await _counted(scope, "max_body_bytes", _too_long(limit))(scope, receive, send)
             return
         if (refusal := self._bad_value(messages)) is not None:
-            await refusal(scope, receive, send)
+            await _counted(scope, "max_output_tokens", refusal)(scope, receive, send)
             return
         await self._app(scope, replay(messages, receive), send)
 
@@ -99,6 +99,11 @@ class Limits:
                 text = f"{name} is {value}, and this server generates at most {most} tokens"
                 return error_response(400, text, param=name)
         return None
+
+
+def _counted(scope: Scope, reason: str, refusal: JSONResponse) -> JSONResponse:
+    scope["app"].state.vtoken.operations.refusals.count(reason)
+    return refusal
 
 
 def _too_long(limit: int) -> JSONResponse:

@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from service.health import CODES
+from service.refusals import REASONS
 from vtoken.stats import METRICS, MetricSpec
 
 PREFIX = "vtoken_"
@@ -51,7 +52,21 @@ NOT_READY = MetricSpec(
     ("reason",),
     tuple((code,) for code in CODES),
 )
-SERVICE_METRICS: tuple[MetricSpec, ...] = (POLICY_INFO, POLL_FAILURES, SNAPSHOT_AGE, NOT_READY)
+REFUSED = MetricSpec(
+    "refused_requests_total",
+    "counter",
+    "Requests to the model that the server turned away or ended early. Of the server, not of an "
+    "engine: one series per reason, with the first engine's label.",
+    ("reason",),
+    tuple((reason,) for reason in REASONS),
+)
+SERVICE_METRICS: tuple[MetricSpec, ...] = (
+    POLICY_INFO,
+    POLL_FAILURES,
+    SNAPSHOT_AGE,
+    NOT_READY,
+    REFUSED,
+)
 
 _Samples = list[tuple[Sequence[str], Any]]
 
@@ -61,10 +76,11 @@ class VTokenCollector(Collector):
 
     Args:
         model_name: value of that label, the same as vLLM's.
-        config: ``VTokenConfig.to_dict()`` at the start; in mode ``off`` only ``policy_info`` and
-            ``not_ready`` are shown.
+        config: ``VTokenConfig.to_dict()`` at the start; in mode ``off`` only ``policy_info``,
+            ``not_ready`` and ``refused_requests_total`` are shown.
         engines: values of that label, one for each engine behind this server.
         not_ready_codes: why the server is not ready now, of ``service.health.CODES``.
+        refusals: how many requests were refused, by ``service.refusals.REASONS``.
         clock: monotonic seconds.
     """
 
@@ -75,9 +91,11 @@ class VTokenCollector(Collector):
         *,
         engines: Sequence[str] = ("0",),
         not_ready_codes: Callable[[], Collection[str]] = tuple,
+        refusals: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._not_ready_codes = not_ready_codes
+        self._refusals = refusals
         self._model_name = model_name
         self._engines = engines
         self._clock = clock
@@ -112,6 +130,9 @@ class VTokenCollector(Collector):
         codes = self._not_ready_codes()
         not_ready: _Samples = [((code,), float(code in codes)) for code in CODES]
         yield self._family(NOT_READY, [not_ready] * num_engines)
+        refused = self._refusals()
+        by_reason: _Samples = [((reason,), refused.get(reason, 0)) for reason in REASONS]
+        yield self._family(REFUSED, [by_reason, *[[]] * (num_engines - 1)])
         if not self._is_off:
             age = self._clock() - self._updated
             # All engines are read in one call.

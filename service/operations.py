@@ -22,6 +22,7 @@ from service.generation import Generation
 from service.health import HealthRules, Verdict
 from service.limits import LimitRules, Limits
 from service.pulse import PulseWatch
+from service.refusals import Refusals
 from service.settings import ServiceSettings
 
 HURRY_SECONDS = 3
@@ -35,12 +36,14 @@ class Operations:
     Attributes:
         drain: counts open requests, and knows whether the server is stopping.
         queue: how long a new request would wait.
+        refusals: counts what is turned away.
         rules: bounds of the probes.
         watch: listens to the engine; None where there is none.
     """
 
     drain: Drain = field(default_factory=lambda: Drain(0))
     queue: QueueEstimate = field(default_factory=QueueEstimate)
+    refusals: Refusals = field(default_factory=Refusals)
     rules: HealthRules = field(default_factory=HealthRules)
     watch: PulseWatch | None = None
 
@@ -88,8 +91,11 @@ def connect(
     # Around the stack, not in it: errors that the stack makes an answer of carry the id, too.
     stack = app.middleware_stack or app.build_middleware_stack()
     timeout = settings.request_timeout_seconds
-    app.middleware_stack = RequestGate(stack, drain=drain, timeout_seconds=timeout)
     operations = Operations(drain, rules=rules)
+    refusals = operations.refusals
+    app.middleware_stack = RequestGate(
+        stack, drain=drain, refusals=refusals, timeout_seconds=timeout
+    )
     if engine_client is None:
         return operations
     if engine_client.vllm_config.observability_config.otlp_traces_endpoint is not None:
@@ -98,6 +104,7 @@ def connect(
     engine_client.generate = Generation(
         engine_client.generate,
         queue=operations.queue,
+        refusals=refusals,
         max_prompt_tokens=settings.max_prompt_tokens,
         max_output_tokens=settings.max_output_tokens,
         has_token_layer=has_token_layer,

@@ -137,6 +137,14 @@ _HTTP = Row(
             unit="reqps",
         ),
         Panel(
+            "Turned away or ended early per second, by reason",
+            "What a limit of this server refused, named after its setting; draining: it stops; "
+            "the last two ended a request that was accepted.",
+            (Query(rate("vtoken_refused_requests_total", "reason"), "{{reason}}"),),
+            unit="reqps",
+            is_stacked=True,
+        ),
+        Panel(
             "Tokens of a request",
             "Half of the requests have fewer, and 99 %.",
             (

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from service import request_ids
 from service.drain import Drain
 from service.gate import RequestGate
+from service.refusals import Refusals
 from service.request_ids import MAX_ID_CHARS, valid_or_new
 
 Use = Callable[[httpx.AsyncClient, Drain], Awaitable[Any]]
@@ -52,13 +53,18 @@ async def _broken(request: Request) -> Response:
 ROUTES = {"echo": _echo, "slow": _slow, "stream": _stream, "broken": _broken}
 
 
-def use(work: Use, timeout: float = 0.0) -> Any:
+def use(work: Use, timeout: float = 0.0, refusals: Refusals | None = None) -> Any:
     """Run ``work`` with a client of the gate and its drain."""
 
     async def run() -> Any:
         routes = [Route(f"/v1/{n}", f, methods=["GET", "POST"]) for n, f in ROUTES.items()]
         drain = Drain(5.0)
-        gate = RequestGate(Starlette(routes=routes), drain=drain, timeout_seconds=timeout)
+        gate = RequestGate(
+            Starlette(routes=routes),
+            drain=drain,
+            refusals=refusals or Refusals(),
+            timeout_seconds=timeout,
+        )
         transport = httpx.ASGITransport(gate, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await work(client, drain)
@@ -164,6 +170,28 @@ def test_time_limit_ends_a_stream_with_an_error_event() -> None:
     first, error, done = answer.text.strip().split("\n\n")
     assert (first, done) == ("data: {}", "data: [DONE]")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 504
+
+
+def test_refused_and_ended_requests_are_counted_by_reason() -> None:
+    """Those that come while it drains, those out of time, those cut off; no other."""
+
+    async def cut(client: httpx.AsyncClient, drain: Drain) -> None:
+        task = asyncio.create_task(client.post("/v1/slow"))
+        while not drain.num_open:
+            await asyncio.sleep(0.001)
+        drain.abort(15)
+        await client.post("/v1/echo")
+        await asyncio.to_thread(drain.wait)
+        await task
+
+    refusals = Refusals()
+    use(lambda c, d: c.post("/v1/echo"), 30, refusals)
+    use(lambda c, d: c.post("/v1/broken"), 30, refusals)
+    use(lambda c, d: c.post("/v1/slow"), 0.02, refusals)
+    use(lambda c, d: c.post("/v1/stream"), 0.02, refusals)
+    use(cut, 0, refusals)
+    counted = {reason: count for reason, count in refusals.totals().items() if count}
+    assert counted == {"request_timeout_seconds": 2, "cut_off": 1, "draining": 1}
 
 
 def test_access_line_has_what_is_known(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import pytest
 from service import request_ids
 from service.admission import QueueEstimate
 from service.pulse import Pulse
+from service.refusals import Refusals
 from service.request_ids import RequestRecord
 
 PROMPT = {"type": "token", "prompt_token_ids": [1, 2, 3, 4, 5]}
@@ -49,7 +50,7 @@ class Engine:
 
 def make(generation: ModuleType, engine: Engine, **bounds: Any) -> Any:
     values = {"max_prompt_tokens": 0, "max_output_tokens": 0, "has_token_layer": True, **bounds}
-    values.setdefault("queue", QueueEstimate())
+    values = {"queue": QueueEstimate(), "refusals": Refusals(), **values}
     return generation.Generation(engine.generate, **values)
 
 
@@ -103,10 +104,13 @@ def test_long_prompt_is_refused_before_the_engine_and_before_a_stream(
     """By an error that vLLM answers with 400, at the call itself."""
     from vllm.exceptions import VLLMValidationError
 
-    engine = Engine()
-    assert ask(make(generation, engine, max_prompt_tokens=5), make_params()) == 3
+    engine, refusals = Engine(), Refusals()
+    bounds: dict[str, Any] = {"max_prompt_tokens": 5, "refusals": refusals}
+    assert ask(make(generation, engine, **bounds), make_params()) == 3
+    assert not any(refusals.totals().values())
     with pytest.raises(VLLMValidationError, match="5 tokens") as caught:
-        make(generation, engine, max_prompt_tokens=4)(PROMPT, make_params(), "x")
+        make(generation, engine, **bounds | {"max_prompt_tokens": 4})(PROMPT, make_params(), "x")
+    assert refusals.totals()["max_prompt_tokens"] == 1
     assert caught.value.parameter == "prompt"
     assert len(engine.calls) == 1
 

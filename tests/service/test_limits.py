@@ -34,6 +34,11 @@ class House:
         self.operations = Operations()
         self.app.state.vtoken = SimpleNamespace(operations=self.operations)
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """What was counted, without the zeros."""
+        return {name: count for name, count in self.operations.refusals.totals().items() if count}
+
     async def _answer(self, request: Request) -> Response:
         self.bodies.append(await request.body())
         await self.may_end.wait()
@@ -76,6 +81,7 @@ def test_longer_body_is_413_and_never_arrives(declared: bool) -> None:
         assert answer.status_code == 413
         assert answer.json()["error"]["message"] == "the body may have at most 6 bytes"
         assert house.bodies == []
+        assert house.refused == {"max_body_bytes": 1}
 
     asyncio.run(run())
 
@@ -86,8 +92,10 @@ def test_output_bound(name: str, value: object, status: int) -> None:
     """The field is named; what is not a number is vLLM's to refuse."""
 
     async def run() -> None:
-        answer = await House(max_output_tokens=10).post(json={name: value})
+        house = House(max_output_tokens=10)
+        answer = await house.post(json={name: value})
         assert answer.status_code == status
+        assert house.refused == ({"max_output_tokens": 1} if status == 400 else {})
         if status == 400:
             assert answer.json()["error"]["param"] == name
 
@@ -126,6 +134,7 @@ def test_requests_of_one_key_at_once() -> None:
         house.may_end.set()
         assert [r.status_code for r in await asyncio.gather(*first, *others)] == [200] * 5
         assert (await house.post(**alice)).status_code == 200
+        assert house.refused == {"max_requests_per_key": 1}
 
     asyncio.run(run())
 
@@ -152,6 +161,7 @@ def test_long_queue_is_429_with_the_time_to_wait() -> None:
         assert answer.status_code == 429
         wait = house.operations.queue.wait_seconds()
         assert int(answer.headers["retry-after"]) >= wait - 5
+        assert house.refused == {"max_queue_seconds": 1}
 
     asyncio.run(run())
 

@@ -14,6 +14,7 @@ from service import metrics_docs
 from service.health import CODES
 from service.metrics import PREFIX, SERVICE_METRICS, VTokenCollector, register
 from service.poller import MetricsPoller
+from service.refusals import Refusals
 from vtoken.config import VTokenConfig
 from vtoken.stats import METRICS
 
@@ -118,10 +119,11 @@ def test_counters_never_fall_across_a_policy_change(engine):
     assert scrapes[-1]["vtoken_evicted_tokens_total"][(("policy", "streaming_llm"),)] == 10
 
 
-def test_mode_off_shows_policy_info_and_readiness_only():
+def test_mode_off_shows_only_what_is_of_the_server():
     """There is nothing else to measure."""
     samples = scrape(make_collector(VTokenConfig(mode="off")))
-    assert set(samples) == {"vtoken_policy_info", "vtoken_not_ready"}
+    shown = {"vtoken_policy_info", "vtoken_not_ready", "vtoken_refused_requests_total"}
+    assert set(samples) == shown
     assert dict(next(iter(samples["vtoken_policy_info"])))["mode"] == "off"
 
 
@@ -134,6 +136,16 @@ def test_reasons_of_not_being_ready_come_and_go(mode):
         codes = now
         by_reason = {dict(k)["reason"]: v for k, v in scrape(collector)["vtoken_not_ready"].items()}
         assert by_reason == {code: float(code in now) for code in CODES}
+
+
+def test_refused_requests_are_counted_once_however_many_engines():
+    """A sum over the label engine is the number of requests."""
+    refusals = Refusals()
+    collector = make_collector(engines=("0", "1"), refusals=refusals.totals)
+    refusals.count("max_queue_seconds")
+    family = next(f for f in collector.collect() if f.name == "vtoken_refused_requests")
+    assert {sample.labels["engine"] for sample in family.samples} == {"0"}
+    assert sum(sample.value for sample in family.samples) == 1
 
 
 @pytest.mark.parametrize("broken", [{}, {"stats": {}}, None, {"stats": 1, "config": 2}])

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from service.refusals import REASONS
 from tests.service.otlp import Receiver, attributes
 from tests.service.tiny_server import TinyServer, body, events, wait_for, words
 
@@ -242,6 +243,7 @@ class Streams:
 
 def test_a_key_has_so_many_requests_at_once(server: TinyServer) -> None:
     """The others are a 429 with Retry-After; another key is not touched; then there is room."""
+    before = refused_requests(server)
     streams = Streams(server, 10 * MAX_PER_KEY + 20, 30)
     streams.key = "same"
     streams.run()
@@ -251,6 +253,19 @@ def test_a_key_has_so_many_requests_at_once(server: TinyServer) -> None:
     assert len(streams.tokens) >= 10 * MAX_PER_KEY
     assert set(streams.tokens) == {30}
     assert server.complete(words(5), 2).status_code == 200
+    counted = refused_requests(server)
+    more = {reason: counted[reason] - before[reason] for reason in counted}
+    assert more == {**dict.fromkeys(REASONS, 0), "max_requests_per_key": len(refused)}
+
+
+def refused_requests(server: TinyServer) -> dict[str, int]:
+    """What /metrics says, by reason."""
+    found = re.findall(
+        r'^vtoken_refused_requests_total\{.*reason="(\w+)".*\} (\S+)$',
+        server.get("/metrics").text,
+        re.MULTILINE,
+    )
+    return {reason: int(float(count)) for reason, count in found}
 
 
 def test_two_hundred_streams_leak_nothing(server: TinyServer) -> None:

@@ -1,0 +1,36 @@
+"""Counts the requests that this server turned away or ended early, by the reason.
+
+A reason that is a setting has its name, so that whoever sees the count knows what to change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+REASONS = (
+    "draining",
+    "max_requests_per_key",
+    "max_queue_seconds",
+    "max_body_bytes",
+    "max_prompt_tokens",
+    "max_output_tokens",
+    "request_timeout_seconds",
+    "cut_off",
+)
+"""Every one; the last two end a request that was accepted, the others refuse it."""
+
+
+class Refusals:
+    """One for each server; the event loop's thread counts."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        """One more; ``reason`` is of :data:`REASONS`."""
+        assert reason in REASONS, reason
+        self._counts[reason] += 1
+
+    def totals(self) -> dict[str, int]:
+        """Of every reason, since the start."""
+        return {reason: self._counts[reason] for reason in REASONS}
