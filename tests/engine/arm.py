@@ -157,8 +157,10 @@ class Arm:
         """Random lengths, shared prefixes and aborts in every phase; see stress.py."""
         from tests.engine.stress import Stress, StressOptions
 
-        result = self._accounted(Stress(self, StressOptions(**options)).run)
-        return {**result, "num_tables": len(self.layer.requests)}
+        stress = Stress(self, StressOptions(**options))
+        result = self._accounted(stress.run)
+        steps = stress.releases.end()
+        return {**result, "num_tables": len(self.layer.requests), "release_steps": steps}
 
     def _sharing(self, options: dict[str, Any]) -> dict[str, Any]:
         """Half-shared prompts, with every block that others may read under audit."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.engine.releases import Releases
+
 
 @dataclass(frozen=True)
 class StressOptions:
@@ -64,6 +66,10 @@ class Stress:
         self.submitted = 0
         self.finished: list[tuple[int, int]] = []
         self.aborted = {"random": 0, "in_flight": 0}
+        self.releases = Releases(arm)
+        self._aborts_planned = False
+        self._schedule = arm.scheduler.schedule
+        arm.scheduler.schedule = self._scheduling
         self.num_changes = 0
         self.num_resets = 0
 
@@ -83,6 +89,7 @@ class Stress:
             self._preempt()
             self._reset()
             self._change_policy()
+            self.releases.step_begins()
             for output in engine.step():
                 if output.finished:
                     wanted = self._alive.pop(output.request_id, None)
@@ -149,14 +156,32 @@ class Stress:
     def _abort(self) -> None:
         in_flight = [kv.req_id for kv in self._arm.layer.requests.values() if kv.plan]
         if in_flight and self._random.random() < 0.1:
-            self._abort_one(self._random.choice(in_flight).split("-")[0], "in_flight")
+            victim = self._random.choice(in_flight).split("-")[0]
+            if self.aborted["in_flight"] % 2:
+                self._aborts_planned = True
+            else:
+                self._abort_one(victim, "in_flight")
         elif self._alive and self._random.random() < 0.02:
             self._abort_one(self._random.choice(sorted(self._alive)), "random")
 
     def _abort_one(self, request: str, kind: str) -> None:
         if self._alive.pop(request, None) is not None:
+            self.releases.abort_arrives(request)
             self._arm.engine.abort_request([request])
             self.aborted[kind] += 1
+
+    def _scheduling(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule; now and then a request whose copies this step sends is aborted meanwhile."""
+        output = self._schedule(*args, **kwargs)
+        batch = output.vtoken.relocation if self._aborts_planned else None
+        request = batch.req_ids[0].split("-")[0] if batch is not None else None
+        if self._alive.pop(request, None) is not None:
+            self._aborts_planned = False
+            self.releases.abort_arrives(request)
+            ids = self._arm.engine.output_processor.abort_requests([request], internal=False)
+            self._arm.core.aborts_queue.put_nowait(ids)  # as the thread that reads the socket
+            self.aborted["in_flight"] += 1
+        return output
 
     def _change_policy(self) -> None:
         if self._random.random() < 0.05:

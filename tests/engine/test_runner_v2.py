@@ -178,6 +178,8 @@ def test_aborts_and_sharing_one_step_ahead(run_arm: RunArm) -> None:
     counters = result["counters"]
     assert all(wanted == delivered for wanted, delivered in result["finished"])
     assert sum(result["aborted"].values()) >= 1
+    assert len(result["release_steps"]) >= 1
+    assert max(result["release_steps"]) <= 2
     assert counters["preemptions_total"] >= 1
     assert counters["relocations_total/committed"] >= 10
     for invariant in ("I1", "I2", "I4"):

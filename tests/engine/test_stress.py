@@ -52,6 +52,13 @@ def test_nothing_leaks(run_arm: RunArm) -> None:
     assert result["num_tables"] == 0
 
 
+def test_aborts_free_their_blocks_within_two_steps(run_arm: RunArm) -> None:
+    """Also where the abort arrives while the step computes that sends the request's copies."""
+    steps = run_arm(make_spec())["stress"]["release_steps"]
+    assert len(steps) >= 4
+    assert max(steps) <= 2
+
+
 def test_requests_finish_in_full(run_arm: RunArm) -> None:
     """A request that was not aborted delivers every token it asked for."""
     result = run_arm(make_spec())["stress"]
