@@ -52,7 +52,7 @@ def main() -> None:
 
 def measure(context: int, rounds: int) -> dict[str, Any]:
     """All arms at one context length, bursts in turn; the first round is discarded."""
-    arms = {name: _Arm(name, context, rounds) for name in ARMS}
+    arms = {name: Arm(name, context, rounds) for name in ARMS}
     for arm in arms.values():
         arm.wait_ready()
     bursts: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
@@ -85,7 +85,7 @@ def _spread(values: list[float]) -> list[float]:
     return [round(float(x), 4) for x in np.quantile(values, [0.25, 0.5, 0.75])]
 
 
-class _Arm:
+class Arm:
     """One engine in a process of its own, and the pipe to it."""
 
     def __init__(self, name: str, context: int, rounds: int) -> None:
@@ -95,6 +95,12 @@ class _Arm:
             target=_serve, args=(child, ARMS[name], context, rounds)
         )
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process.pid is not None
+        return self._process.pid
 
     def wait_ready(self) -> None:
         """Block until the batch is in decode."""
