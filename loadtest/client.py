@@ -70,7 +70,10 @@ class Client:
         self, url: str, *, model: str = "", admin_key: str = "", api_key: str = ""
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # A service may close an idle connection after 5 s (vLLM does): reuse none that is as old.
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0
+        )
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=_TIMEOUT, limits=limits, trust_env=False
         )

@@ -300,6 +300,12 @@ def _our_variables() -> dict[str, str]:
     return {n[start:].lower(): v for n, v in os.environ.items() if n.startswith(ENV_PREFIX)}
 
 
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept. Longer than clients and load balancers keep theirs (5 s, 60
+s): whoever closes first must not be the server, or a request sent at that moment is lost. vLLM's own
+5 s are as long as httpx's, which the openai client uses."""
+
+
 def vllm_environment() -> dict[str, str]:
     """The variables that vLLM must find before it is imported; what the user set is kept.
 
@@ -324,6 +330,9 @@ def vllm_environment() -> dict[str, str]:
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*filter(None, theirs), *OUR_PLUGINS])),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": os.environ.get(
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_SECONDS)
+        ),
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _trace_protocol(),  # vLLM reads no other
     }
 

@@ -280,6 +280,15 @@ def test_plugin_list_is_merged_with_the_users(monkeypatch, theirs, expected):
     assert vllm_environment()["VLLM_PLUGINS"] == expected
 
 
+def test_idle_connections_outlast_the_clients_idea_of_them(monkeypatch):
+    """The server that closes first resets requests that are on their way; the user may say so."""
+    name = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.delenv(name, raising=False)
+    assert int(vllm_environment()[name]) > 60
+    monkeypatch.setenv(name, "7")
+    assert vllm_environment()[name] == "7"
+
+
 def test_without_a_plugin_list_other_plugins_stay(monkeypatch):
     """Those that vLLM would load by default are named too."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
