@@ -301,9 +301,9 @@ def _our_variables() -> dict[str, str]:
 
 
 KEEP_ALIVE_SECONDS = 75
-"""How long an idle connection is kept. Longer than clients and load balancers keep theirs (5 s, 60
-s): whoever closes first must not be the server, or a request sent at that moment is lost. vLLM's own
-5 s are as long as httpx's, which the openai client uses."""
+"""How long an idle connection is kept. Longer than clients and load balancers keep theirs (5 s,
+60 s): whoever closes first must not be the server, or a request sent at that moment is lost. vLLM's
+own 5 s are as long as httpx's, which the openai client uses."""
 
 
 def vllm_environment() -> dict[str, str]:
