@@ -24,6 +24,8 @@ RED_SECONDS = 10
 SLACK_SECONDS = 20
 """On a busy machine: the probe itself and the test's clock have to get their turn."""
 QUEUE_SECONDS = 1.0
+ARRIVAL_SECONDS = 1.0
+"""Longer than a message between two processes of the server is on its way."""
 
 # Loaded by Python at the start of every process: once the worker has the module that copies
 # tokens, each copy fails as long as a file is there.
@@ -69,6 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, flag: Path) -> Iterator[Tin
         *("--vtoken-budget-tokens", "64"),
         *("--vtoken-theta-f", "0.02"),
         PYTHONPATH=str(flag.parent),
+        VTOKEN_LOG_FORMAT="json",
         VTOKEN_MAX_QUEUE_SECONDS=str(QUEUE_SECONDS),
         VTOKEN_DRAIN_SECONDS="3600",
     )
@@ -138,6 +141,42 @@ def test_stopped_process_turns_readiness_red_and_back(server: TinyServer, name: 
     wait_for(lambda: server.ready()[0] == 200, 60)
     asking.join()
     assert asking.error is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_goes_frees_its_blocks_within_two_steps(
+    server: TinyServer, stream: bool
+) -> None:
+    """Counted from the tokens that the server had of the engine when it noticed, as the log says.
+
+    The worker stands still while the client goes: no step is made that is not to be counted.
+    """
+    wait_for(server.is_quiet, 60)
+    before = server.state()["engine"]["steps"]
+    worker, request_id = server.worker(), f"gone-{stream}"
+    request: dict[str, Any] = {
+        "url": server.url + "/v1/completions",
+        "json": body(words(150), LASTING_TOKENS, stream=stream),
+        "headers": {"X-Request-Id": request_id},
+    }
+    try:
+        if stream:
+            with httpx.stream("POST", **request, timeout=60) as answer:
+                next(answer.iter_lines())
+                worker.send_signal(signal.SIGSTOP)
+                time.sleep(ARRIVAL_SECONDS)
+        else:
+            worker.send_signal(signal.SIGSTOP)
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(**request, timeout=ARRIVAL_SECONDS)
+        line = server.access(request_id)
+        time.sleep(ARRIVAL_SECONDS)
+    finally:
+        worker.send_signal(signal.SIGCONT)
+    assert line["outcome"] == "disconnected"
+    wait_for(server.is_quiet, 60)
+    steps = server.state()["engine"]["steps"] - before - line.get("output_tokens", 0)
+    assert 0 < steps <= 2
 
 
 def test_failing_copies_turn_readiness_red_and_answers_go_on(
