@@ -9,7 +9,9 @@ import pytest
 
 from tests.core_models import ModelPool, make_config, make_signals
 from vtoken.observation import ATTENTION_SUM, RequestSignals
+from vtoken.policies.random import RandomPolicy
 from vtoken.request_kv import RequestKV
+from vtoken.request_options import RequestOptions
 from vtoken.token_layer import TokenLayer
 
 PROMPT = 40
@@ -164,6 +166,26 @@ def test_kept_columns_select_the_survivors_of_the_workers_row() -> None:
     kv.row_stale = True  # as a relocation leaves it
     assert layer.schedule_tokens(kv, PROMPT + 2, PROMPT + 3) is not None
     assert kv.kept_columns is None
+
+
+def test_kept_columns_know_that_a_token_in_flight_died_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under pressure a token may go while it is computed; the row then sent is without it."""
+    victims = [np.array([20, 21]), np.array([5])]
+    monkeypatch.setattr(RandomPolicy, "select_victims", lambda *_: victims.pop(0))
+    early = {"evict_free_ratio": 0.9, "evict_during_prefill": True}
+    layer, kv = make_layer(policy="random", budget_tokens=None, keep_ratio=0.94, **early)
+    layer.admit("scored", 8, 8, 7, RequestOptions.parse({"vtoken_policy": "h2o"}))
+    layer.evictor.evict_early(kv)
+    assert 20 not in live(kv)
+    assert layer.schedule_tokens(kv, PROMPT, PROMPT + 1) is not None
+    row = live(kv)
+    layer.patch({"recent_tokens": 2})  # due at once
+    layer.evict_if_due(kv, 18)  # the output of an earlier step
+    assert layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2) is not None
+    assert kv.kept_columns is not None
+    assert [row[c] for c in kv.kept_columns] == live(kv)[:-1] == [t for t in row if t != 5]
 
 
 def test_without_scores_no_columns_are_sent() -> None:

@@ -198,8 +198,8 @@ class Evictor:
             # What is computed from here on depends on the eviction: never share it.
             self._pool.stop_caching(kv.req_id)
         if kv.row_ids is None:
-            newer = np.arange(num_computed, kv.num_tokens)  # in flight: all live
-            kv.row_ids = np.concatenate([live_ids, newer]) if len(newer) else live_ids
+            # With tokens in flight, of which some may have gone early.
+            kv.row_ids = live_ids if num_computed == kv.num_tokens else kv.table.live_ids()
         kv.blocks.remove_tokens(kv.table.evict_tokens(victims))
         kv.num_evicted += len(victims)
         kv.num_evictions += 1
