@@ -132,3 +132,7 @@ def _call(frame: re.Match[str]) -> tuple[str, str]:
 
 def _is_ours(file: str) -> bool:
     return file.startswith("vtoken/")
+
+
+if __name__ == "__main__":
+    main()
