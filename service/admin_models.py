@@ -5,33 +5,59 @@ The engine's answers pass as they are, so that a field it adds is not lost on th
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic.config import JsonDict
 
 from service.flags import field_docs
-from vtoken.config import LIVE_FIELDS, VTokenConfig
+from vtoken.config import LIVE_FIELDS, LIVE_MODES, VTokenConfig, field_hints
+from vtoken.policies.registry import POLICIES
 
 ApplyToName = Literal["running", "new"]
 
 
 def patch_schema() -> dict[str, Any]:
-    """JSON schema of a merge patch: live fields with types; bounds are the engine's to know."""
-    hints, docs = get_type_hints(VTokenConfig), field_docs()
+    """JSON schema of a merge patch: each live field with its bounds; ``null`` resets it."""
+    fields = document_properties()
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": {
-            field.name: {
-                "anyOf": [TypeAdapter(hints[field.name]).json_schema(), {"type": "null"}],
-                "description": inspect.cleandoc(docs[field.name]).replace("``", "`"),
-            }
-            for field in dataclasses.fields(VTokenConfig)
-            if field.name in LIVE_FIELDS
-        },
+        "properties": {name: _or_null(schema) for name, schema in fields.items()},
     }
+
+
+def document_properties() -> dict[str, dict[str, Any]]:
+    """JSON schema of each live field, from its annotation, docstring and default.
+
+    Not in it are bounds between fields, and those that only the engine's pool knows.
+    """
+    hints, docs = get_type_hints(VTokenConfig), field_docs()
+    defaults = VTokenConfig().to_dict()
+    found = {}
+    for name, field in field_hints().items():
+        if name in LIVE_FIELDS:
+            schema = TypeAdapter(hints[name]).json_schema()
+            bounds = field.range.json_schema() if field.range else {}
+            for part in schema.get("anyOf", [schema]):
+                part |= bounds if part["type"] in ("integer", "number") else {}
+            text = inspect.cleandoc(docs[name]).replace("``", "`")
+            found[name] = {**schema, "description": text, "default": defaults[name]}
+    found["mode"]["enum"] = list(LIVE_MODES)
+    found["policy"]["examples"] = list(POLICIES)
+    found["policy_args"]["examples"] = [{}]
+    return found
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, and ``null``; what describes it stays outside."""
+    outside = ("description", "default")
+    about: dict[str, Any] = {word: schema[word] for word in outside if word in schema}
+    rule = {word: value for word, value in schema.items() if word not in outside}
+    options = rule.get("anyOf", [rule])
+    has_null = {"type": "null"} in options
+    return {"anyOf": options if has_null else [*options, {"type": "null"}], **about}
 
 
 class _Open(BaseModel):
@@ -59,6 +85,7 @@ class Policy(_Open):
     document: dict[str, Any] = Field(
         description="Every setting that can change while the engine runs.",
         examples=[{"policy": "streaming_llm", "budget_tokens": 512, "theta_f": 0.25}],
+        json_schema_extra={"properties": cast(JsonDict, document_properties())},
     )
 
 

@@ -61,7 +61,7 @@ def test_config_defaults_are_valid_and_frozen() -> None:
         ("check_interval_steps", 0, "1 <= check_interval_steps"),
         ("seed", -1, "0 <= seed"),
         ("seed", 2**32, "seed <= 4294967295"),
-        ("budget_tokens", 0, "1 <= budget_tokens"),
+        ("budget_tokens", 1, "2 <= budget_tokens"),
         ("budget_tokens", 36, "budget_tokens > sink_tokens + recent_tokens = 36"),
     ],
 )

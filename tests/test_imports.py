@@ -16,6 +16,7 @@ COMPAT = "vtoken.integration.vllm.compat"
 RANKS: dict[str, int] = {
     "vtoken.types": 0,
     "vtoken.errors": 0,
+    "vtoken.bounds": 0,
     "vtoken.config": 1,
     "vtoken.history": 2,
     "vtoken.stats": 1,
@@ -45,6 +46,7 @@ RANKS: dict[str, int] = {
     "vtoken.preview": 6,
     "vtoken.receipts": 4,
     "vtoken.copy_engine": 4,
+    "vtoken.device_check": 5,
     "vtoken.token_layer": 7,
     INTEGRATION: 8,
     "service": 9,

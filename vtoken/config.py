@@ -11,17 +11,16 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from vtoken.bounds import ABOVE_ZERO, BELOW_ONE, RATIO, UP_TO_A_MILLION, Range
 from vtoken.errors import ConfigError
 
 Mode = Literal["off", "naive", "lazy"]
 ThetaFMode = Literal["fixed", "adaptive"]
 Verify = Literal["off", "sampled", "full"]
-
-MODES: tuple[str, ...] = ("off", "naive", "lazy")
-THETA_F_MODES: tuple[str, ...] = ("fixed", "adaptive")
-VERIFY_LEVELS: tuple[str, ...] = ("off", "sampled", "full")
 
 LIVE_FIELDS: frozenset[str] = frozenset(
     {
@@ -51,6 +50,8 @@ LIVE_FIELDS: frozenset[str] = frozenset(
     }
 )
 """Fields that may change while requests run (``PATCH /admin/policy``)."""
+LIVE_MODES: tuple[Mode, ...] = ("naive", "lazy")
+"""What ``mode`` may change to meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -67,94 +68,75 @@ class VTokenConfig:
     """Name of the eviction policy in the registry; ``none`` never evicts."""
     policy_args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the policy itself, checked by its own schema."""
-    keep_ratio: float | None = None
+    keep_ratio: Annotated[float | None, ABOVE_ZERO] = None
     """Keep this fraction of a request's tokens, in (0, 1]. Excludes ``budget_tokens``."""
-    budget_tokens: int | None = 1024
-    """Keep at most this many tokens per request. Excludes ``keep_ratio``."""
-    sink_tokens: int = 4
+    budget_tokens: Annotated[int | None, Range(2, 100_000_000)] = 1024
+    """Keep at most this many tokens per request, more than ``sink_tokens`` and ``recent_tokens``
+    together. Excludes ``keep_ratio``."""
+    sink_tokens: Annotated[int, Range(0, 4096)] = 4
     """First tokens of a request that no policy may evict (attention sinks)."""
-    recent_tokens: int = 32
+    recent_tokens: Annotated[int, UP_TO_A_MILLION] = 32
     """Newest tokens of a request that no policy may evict."""
-    evict_interval_tokens: int = 16
+    evict_interval_tokens: Annotated[int, UP_TO_A_MILLION] = 16
     """New tokens between two evictions of one request during decode."""
     evict_during_prefill: bool = False
     """Evict between the chunks of a prefill, too: a prompt larger than the free part of the pool
     is admitted as soon as its budget fits. What is evicted then depends on the chunks."""
-    evict_free_ratio: float = 1.0
+    evict_free_ratio: Annotated[float, RATIO] = 1.0
     """Evict only while free blocks / total blocks is at or below this, in [0, 1]. 1: always.
     Below 1 outputs depend on the load, and tokens may go early rather than a request."""
-    theta_f: float = 0.25
+    theta_f: Annotated[float, BELOW_ONE] = 0.25
     """Waste ratio F (Eq. 1) above which relocation is considered, in [0, 1)."""
     theta_f_mode: ThetaFMode = "fixed"
     """``adaptive``: θ_F starts at ``theta_f``, falls when waste spikes or the pool runs dry, and
     relaxes while it is calm."""
-    theta_f_min: float = 0.05
+    theta_f_min: Annotated[float, BELOW_ONE] = 0.05
     """Lower bound of the adaptive θ_F, in [0, 1)."""
-    theta_f_max: float = 0.5
+    theta_f_max: Annotated[float, BELOW_ONE] = 0.5
     """Upper bound of the adaptive θ_F, in [0, 1), at least ``theta_f_min``."""
-    low_watermark_ratio: float = 0.5
+    low_watermark_ratio: Annotated[float, RATIO] = 0.5
     """Relocate only while free blocks / total blocks is at or below this, in [0, 1]."""
-    headroom_blocks: int = 4
+    headroom_blocks: Annotated[int, Range(0, 1_000_000)] = 4
     """Blocks kept back from admission as destinations of relocations (lazy only)."""
-    max_source_blocks: int = 32
+    max_source_blocks: Annotated[int, Range(2, 65_536)] = 32
     """B: most source blocks that one request's plan may empty."""
     relocate_shared: bool = False
     """Also copy live tokens out of shared blocks when all their holders can let go at once."""
-    max_blocks_per_request: int | None = None
+    max_blocks_per_request: Annotated[int | None, Range(2, 1_000_000)] = None
     """Evict when a request has filled this many blocks and pack it at once, instead of by
     ``evict_interval_tokens``, F and watermark; see ``docs/policies.md``. None: no cap."""
-    check_interval_steps: int = 1
+    check_interval_steps: Annotated[int, UP_TO_A_MILLION] = 1
     """Engine steps between two looks for relocation work."""
     score_layers: tuple[int, ...] | None = None
     """Attention layers whose scores policies see, counted from 0; default: four, evenly spread."""
-    score_interval_steps: int = 8
+    score_interval_steps: Annotated[int, UP_TO_A_MILLION] = 8
     """Decode steps of a request between two observations of its attention."""
-    score_window_tokens: int = 16
+    score_window_tokens: Annotated[int, Range(1, 1024)] = 16
     """Last queries of a prefill whose attention is observed."""
     verify: Verify = "off"
     """Online checks of I1, I2, I4: ``off``, ``sampled`` (every 16th plan) or ``full``."""
     record_evictions: bool = False
     """Keep a log of every eviction for offline proof. Grows without bound: tests only."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     """Seed of policies that draw random numbers."""
 
     def __post_init__(self) -> None:
         """Check every bound; see the field docstrings."""
-        _check_choice("mode", self.mode, MODES)
-        _check_choice("verify", self.verify, VERIFY_LEVELS)
+        for name, hint in field_hints().items():
+            _check(name, getattr(self, name), hint)
         _check_policy(self.policy, self.policy_args)
-        _check_bool("record_evictions", self.record_evictions)
-        _check_bool("relocate_shared", self.relocate_shared)
-        _check_budget(self.keep_ratio, self.budget_tokens)
-        _check_int("sink_tokens", self.sink_tokens, 0, 4096)
-        _check_int("recent_tokens", self.recent_tokens, 1, 1_000_000)
-        _check_int("evict_interval_tokens", self.evict_interval_tokens, 1, 1_000_000)
-        _check_bool("evict_during_prefill", self.evict_during_prefill)
-        _check_ratio("evict_free_ratio", self.evict_free_ratio)
-        for name in ("theta_f", "theta_f_min", "theta_f_max"):
-            _check_ratio(name, getattr(self, name), upper_open=True)
-        _check_choice("theta_f_mode", self.theta_f_mode, THETA_F_MODES)
+        if (self.keep_ratio is None) == (self.budget_tokens is None):
+            value = {"keep_ratio": self.keep_ratio, "budget_tokens": self.budget_tokens}
+            bound = "exactly one of keep_ratio and budget_tokens"
+            raise ConfigError("keep_ratio|budget_tokens", value, bound)
         if self.theta_f_min > self.theta_f_max:
             bound = f"theta_f_min <= theta_f_max = {self.theta_f_max}"
             raise ConfigError("theta_f_min", self.theta_f_min, bound)
-        _check_ratio("low_watermark_ratio", self.low_watermark_ratio)
-        _check_int("headroom_blocks", self.headroom_blocks, 0, 1_000_000)
-        _check_int("max_source_blocks", self.max_source_blocks, 2, 65_536)
-        if self.max_blocks_per_request is not None:
-            _check_int("max_blocks_per_request", self.max_blocks_per_request, 2, 1_000_000)
-        _check_int("check_interval_steps", self.check_interval_steps, 1, 1_000_000)
-        _check_int("score_interval_steps", self.score_interval_steps, 1, 1_000_000)
-        _check_int("score_window_tokens", self.score_window_tokens, 1, 1024)
         object.__setattr__(self, "score_layers", _checked_layers(self.score_layers))
-        _check_int("seed", self.seed, 0, 2**32 - 1)
-        if self.budget_tokens is not None:
-            protected = self.sink_tokens + self.recent_tokens
-            if self.budget_tokens < protected + 1:
-                raise ConfigError(
-                    "budget_tokens",
-                    self.budget_tokens,
-                    f"budget_tokens > sink_tokens + recent_tokens = {protected}",
-                )
+        protected = self.sink_tokens + self.recent_tokens
+        if self.budget_tokens is not None and self.budget_tokens <= protected:
+            bound = f"budget_tokens > sink_tokens + recent_tokens = {protected}"
+            raise ConfigError("budget_tokens", self.budget_tokens, bound)
 
     @property
     def relocates(self) -> bool:
@@ -204,7 +186,7 @@ class VTokenConfig:
             if name not in LIVE_FIELDS:
                 raise ConfigError(name, changes[name], unknown_field_hint(name, LIVE_FIELDS))
         if changes.get("mode", self.mode) == "off":
-            raise ConfigError("mode", "off", "naive or lazy while the engine runs")
+            raise ConfigError("mode", "off", f"{' or '.join(LIVE_MODES)} while the engine runs")
         defaults = {f.name: _default(f) for f in dataclasses.fields(self)}
         values = {name: defaults[name] if v is None else v for name, v in changes.items()}
         if changes.get("keep_ratio") is not None and changes.get("budget_tokens") is None:
@@ -238,9 +220,53 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     return f.default
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(name, value, f"one of {', '.join(choices)}")
+@cache
+def field_hints() -> dict[str, FieldHint]:
+    """What the type of each field of :class:`VTokenConfig` says, by name and in their order."""
+    hints = get_type_hints(VTokenConfig, include_extras=True)
+    return {name: FieldHint.parse(hint) for name, hint in hints.items()}
+
+
+@dataclass(frozen=True)
+class FieldHint:
+    """A field's type.
+
+    Attributes:
+        kinds: what a value may be, without None.
+        is_optional: whether None is a value.
+        choices: the only values, if they are listed.
+        range: bounds of a number.
+    """
+
+    kinds: tuple[Any, ...]
+    is_optional: bool
+    choices: tuple[str, ...] = ()
+    range: Range | None = None
+
+    @classmethod
+    def parse(cls, hint: Any) -> FieldHint:
+        """From an annotation as they are above."""
+        inner, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if get_origin(inner) is Literal:
+            return cls((str,), False, choices=get_args(inner))
+        kinds = get_args(inner) if isinstance(inner, UnionType) else (inner,)
+        some = tuple(kind for kind in kinds if kind is not type(None))
+        return cls(some, len(some) < len(kinds), range=extras[0] if extras else None)
+
+
+def _check(name: str, value: object, hint: FieldHint) -> None:
+    """Of a choice, a boolean or a number; the others have rules of their own."""
+    if value is None and hint.is_optional:
+        return
+    if hint.choices and value not in hint.choices:
+        raise ConfigError(name, value, f"one of {', '.join(hint.choices)}")
+    if hint.kinds == (bool,) and not isinstance(value, bool):
+        raise ConfigError(name, value, "true or false")
+    if hint.range is not None:
+        is_whole = hint.kinds == (int,)
+        if value not in hint.range or (is_whole and not isinstance(value, int)):
+            what = "an integer" if is_whole else "a number"
+            raise ConfigError(name, value, f"{what} with {hint.range.text(name)}")
 
 
 def _check_policy(policy: object, policy_args: object) -> None:
@@ -248,26 +274,6 @@ def _check_policy(policy: object, policy_args: object) -> None:
         raise ConfigError("policy", policy, "the name of a policy")
     if not isinstance(policy_args, Mapping):
         raise ConfigError("policy_args", policy_args, "an object of argument names and values")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(name, value, "true or false")
-
-
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    bound = f"an integer with {low} <= {name} <= {high}"
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(name, value, bound)
-
-
-def _check_ratio(name: str, value: object, *, upper_open: bool = False) -> None:
-    top = "<" if upper_open else "<="
-    bound = f"a number with 0 <= {name} {top} 1"
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(name, value, bound)
-    if not 0 <= value <= 1 or (upper_open and value == 1):
-        raise ConfigError(name, value, bound)
 
 
 def _checked_layers(value: Any) -> tuple[int, ...] | None:
@@ -282,17 +288,3 @@ def _checked_layers(value: Any) -> tuple[int, ...] | None:
     if len(set(value)) != len(value):
         raise ConfigError("score_layers", value, bound)
     return tuple(sorted(value))
-
-
-def _check_budget(keep_ratio: object, budget_tokens: object) -> None:
-    if (keep_ratio is None) == (budget_tokens is None):
-        value = {"keep_ratio": keep_ratio, "budget_tokens": budget_tokens}
-        raise ConfigError(
-            "keep_ratio|budget_tokens", value, "exactly one of keep_ratio and budget_tokens"
-        )
-    if budget_tokens is not None:
-        _check_int("budget_tokens", budget_tokens, 1, 100_000_000)
-        return
-    _check_ratio("keep_ratio", keep_ratio)
-    if keep_ratio == 0:
-        raise ConfigError("keep_ratio", keep_ratio, "a number with 0 < keep_ratio <= 1")

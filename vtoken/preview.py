@@ -183,7 +183,7 @@ def warnings(
         found.append(
             f"below protected tokens: requests keep their first {after.sink_tokens} and newest "
             f"{after.recent_tokens} tokens in any case, so those shorter than "
-            f"{int(least / (after.keep_ratio or 1))} tokens keep more than keep_ratio"
+            f"{least / (after.keep_ratio or 1):.0f} tokens keep more than keep_ratio"
         )
     if info.apply_to == "running":
         found += _about_running(evictor, requests, document)

@@ -12,7 +12,7 @@ import yaml
 
 from service.settings import ServiceSettings, load_config, load_service_settings
 from tests.deploy.helm import CHART, Helm, HelmError, container, find
-from vtoken.config import VTokenConfig
+from vtoken.config import VTokenConfig, field_hints
 from vtoken.errors import ConfigError
 
 pytestmark = pytest.mark.k8s
@@ -53,7 +53,7 @@ CHANGED: dict[str, Any] = {
 OUT_OF_BOUNDS: dict[str, list[Any]] = {
     "mode": ["on"],
     "keep_ratio": [0, 1.5],
-    "budget_tokens": [0, 1.5, 100_000_001],
+    "budget_tokens": [1, 2.5, 100_000_001],
     "sink_tokens": [-1, 4097],
     "recent_tokens": [0, 1_000_001],
     "evict_interval_tokens": [0, 1_000_001],
@@ -120,6 +120,16 @@ def test_changed_values_arrive_exactly(helm: Helm, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     assert load_config({}) == VTokenConfig(**CHANGED, budget_tokens=None)
     assert set(CHANGED) | {"budget_tokens"} == {f.name for f in dataclasses.fields(VTokenConfig)}
+
+
+def test_chart_has_every_bound_of_a_number() -> None:
+    """And no other: what the fields' annotations say, word for word."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    stated = schema["properties"]["vtoken"]["properties"]
+    words = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    for name, hint in field_hints().items():
+        bounds = {word: stated[camel(name)][word] for word in words if word in stated[camel(name)]}
+        assert bounds == (hint.range.json_schema() if hint.range else {}), name
 
 
 @pytest.mark.parametrize("field", OUT_OF_BOUNDS)

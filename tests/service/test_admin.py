@@ -63,7 +63,7 @@ def test_patch_with_unreadable_version_is_a_bad_request(door, engine, header):
         ({"theta_f": "high"}, "theta_f", "a number"),
         ({"theta_f": True}, "theta_f", "a number"),
         ({"evict_interval_tokens": 0}, "evict_interval_tokens", "1 <="),
-        ({"budget_tokens": 1}, "budget_tokens", "budget_tokens >"),
+        ({"budget_tokens": 9}, "budget_tokens", "budget_tokens >"),
         ({"keep_ratio": 0.5, "budget_tokens": 512}, "keep_ratio|budget_tokens", "exactly one"),
         ({"theta": 0.5}, "theta", "theta_f"),
         ({"mode": "off"}, "mode", "naive or lazy"),
