@@ -27,6 +27,7 @@ class PlainPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.num_total_blocks = num_blocks
+        self.caches_prefixes = False
         self._ref = [1] + [0] * num_blocks
         self._free = list(range(num_blocks, 0, -1))
         self._lists: defaultdict[str, list[int]] = defaultdict(list)
@@ -34,6 +35,10 @@ class PlainPool:
     def num_free_blocks(self) -> int:
         """Blocks that nobody references."""
         return len(self._free)
+
+    def num_empty_blocks(self, limit: int) -> int:
+        """All free ones are empty."""
+        return min(limit, len(self._free))
 
     def allocate(self, num_blocks: int) -> NDArray[np.int32]:
         """Take blocks, the last freed first."""
@@ -57,6 +62,10 @@ class PlainPool:
     def references(self, block_ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """References of each block."""
         return np.array([self._ref[i] for i in block_ids.tolist()], np.int64)
+
+    def cached(self, block_ids: NDArray[np.int32]) -> BoolArray:
+        """None is."""
+        return np.zeros(len(block_ids), np.bool_)
 
     def new_blocks(self, req_id: str, start: int) -> NDArray[np.int32]:
         """The request's block list from ``start`` on."""

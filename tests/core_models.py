@@ -7,7 +7,8 @@ as plain dictionaries from which every number is counted again on demand.
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,9 @@ class ModelPool:
     def __init__(self, num_blocks: int = 32, block_size: int = BLOCK_SIZE) -> None:
         self.block_size = block_size
         self.num_total_blocks = num_blocks
+        self.caches_prefixes = True
         self.ref = [1] + [0] * num_blocks  # the null block is never free
-        self.free_list: dict[int, None] = dict.fromkeys(range(1, num_blocks + 1))
+        self.free_list = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.lists: dict[str, list[int]] = {}
         self.uncached: set[str] = set()
         self.block_of_hash: dict[Hashable, int] = {}
@@ -42,6 +44,13 @@ class ModelPool:
 
     def num_free_blocks(self) -> int:
         return len(self.free_list)
+
+    def num_empty_blocks(self, limit: int) -> int:
+        empty = itertools.takewhile(lambda block: block not in self.hash_of_block, self.free_list)
+        return sum(1 for _ in itertools.islice(empty, limit))
+
+    def cached(self, block_ids: np.ndarray) -> np.ndarray:
+        return np.array([block in self.hash_of_block for block in block_ids.tolist()], bool)
 
     def allocate(self, num_blocks: int) -> np.ndarray:
         assert num_blocks <= len(self.free_list), f"{num_blocks} of {len(self.free_list)} blocks"
@@ -54,12 +63,16 @@ class ModelPool:
         return np.array(taken, np.int32)
 
     def free(self, block_ids: Sequence[int]) -> None:
+        empty: list[int] = []
         for block in block_ids:
             assert block != 0, "the null block was freed"
             assert self.ref[block] > 0, f"block {block} was freed twice"
             self.ref[block] -= 1
             if not self.ref[block]:
                 self.free_list[block] = None
+                empty.extend([block] * (block not in self.hash_of_block))
+        for block in reversed(empty):  # taken first, as in vLLM
+            self.free_list.move_to_end(block, last=False)
 
     def shared(self, block_ids: np.ndarray) -> np.ndarray:
         return np.array([self.ref[block] > 1 or block == 0 for block in block_ids.tolist()], bool)
@@ -298,7 +311,8 @@ def make_request(
     prefill_end = kwargs.pop("prefill_end", num_tokens)
     num_prompt = kwargs.pop("num_prompt_tokens", num_tokens)
     options = RequestOptions.parse(kwargs.pop("options", None))
-    kv = layer.admit(req_id, num_prompt, prefill_end, 7, options)
+    most = kwargs.pop("max_num_tokens", num_tokens)
+    kv = layer.admit(req_id, num_prompt, prefill_end, 7, options, max_num_tokens=most)
     layer.schedule_tokens(kv, 0, num_tokens)
     return kv
 

@@ -215,16 +215,17 @@ class EngineModel:
         family: int,
         num_shared: int,
         options: Mapping[str, Any] | None = None,
+        base: int | None = None,
     ) -> None:
         """A client sends a request whose first ``num_shared`` tokens belong to ``family``, with
-        its own ``vtoken_*`` options."""
+        its own ``vtoken_*`` options; ``base`` of an earlier one repeats the rest of its prompt."""
         if len(self.running) + len(self.waiting) >= MAX_REQUESTS:
             return
         self._next_id += 1
         self.waiting.append(
             Request(
                 req_id=f"r{self._next_id}",
-                base=self._new_base(),
+                base=base or self._new_base(),
                 family=family,
                 num_shared=min(num_shared, num_prompt),
                 num_prompt=num_prompt,
@@ -453,6 +454,7 @@ class EngineModel:
     ) -> bool:
         """Allocate; pack at once while there is no room, then preempt the newest requests."""
         while not self.pool.grow(request.req_id, request.computed + num_new):
+            self.layer.reclamation.note_shortage()
             if self._reclaim_now(scheduled):
                 continue
             victim = self.running[-1]
@@ -471,6 +473,7 @@ class EngineModel:
         request.computed = num_cached * self.block_size
         if not self.pool.grow(request.req_id, request.computed + self._num_new(request, chunk)):
             self.pool.release(request.req_id)
+            self.layer.reclamation.note_shortage()
             request.computed = 0
             return False
         self.counts.cache_hits += num_cached
@@ -485,7 +488,12 @@ class EngineModel:
         )
         self.naive.requests[request.req_id] = naive
         self.layer.admit(
-            request.req_id, request.num_prompt, request.prefill_end, request.base, request.options
+            request.req_id,
+            request.num_prompt,
+            request.prefill_end,
+            request.base,
+            request.options,
+            max_num_tokens=request.max_tokens,
         )
         self.check()
         return True
@@ -609,7 +617,10 @@ class EngineModel:
     def _plan(self, computed: list[tuple[Request, int]]) -> list[RelocationPlan]:
         free = self.pool.num_free_blocks()
         kvs = [(self.layer.requests[request.req_id], before) for request, before in computed]
+        spares_cache = self._spares_cache()
+        cached = dict(self.pool.hash_of_block)
         plans = self.layer.plan_relocations(kvs)
+        assert not spares_cache or self.pool.hash_of_block == cached, "dropped a cached block"
         num_taken = 0
         letting_go = Counter(
             self.naive.requests[plan.req_id].blocks[place]
@@ -630,6 +641,18 @@ class EngineModel:
         assert self.pool.num_free_blocks() == free - num_taken
         self.check()
         return plans
+
+    def _spares_cache(self) -> bool:
+        """Whether the next plans may take only blocks without cached content."""
+        if self.layer.config.relocate_into_cached or self.layer.reclamation._is_short:
+            return False
+        num_free, num_soon = self.pool.num_free_blocks(), 0
+        for request in self.running:
+            places = len(self.naive.requests[request.req_id].blocks)
+            prompt = -(-request.prefill_end // self.block_size)
+            most = -(-request.max_tokens // self.block_size)
+            num_soon += min(max(1, prompt - places), most - places)
+        return num_soon <= num_free
 
     def _check_plan(
         self,
@@ -898,6 +921,7 @@ PATCHES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("low_watermark_ratio", (0.2, 1.0, 1.0, 1.0)),
     ("max_source_blocks", (2, 3, 8)),
     ("relocate_shared", (True, True, True, False)),
+    ("relocate_into_cached", (False, False, True)),
     ("max_blocks_per_request", (None, None, None, 3, 6)),
     ("check_interval_steps", (1, 1, 3)),
     ("evict_interval_tokens", (1, 2, 7)),

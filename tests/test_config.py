@@ -35,6 +35,7 @@ def test_config_defaults_are_valid_and_frozen() -> None:
         ("policy_args", [["a", 1]], "object"),
         ("record_evictions", "yes", "true or false"),
         ("relocate_shared", 1, "true or false"),
+        ("relocate_into_cached", "yes", "true or false"),
         ("max_blocks_per_request", 1, "2 <= max_blocks_per_request <= 1000000"),
         ("max_blocks_per_request", 2.0, "an integer"),
         ("sink_tokens", -1, "0 <= sink_tokens <= 4096"),

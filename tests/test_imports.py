@@ -30,6 +30,7 @@ RANKS: dict[str, int] = {
     "vtoken.policies": 3,
     "vtoken.planner": 2,
     "vtoken.block_cap": 0,
+    "vtoken.cache_room": 3,
     "vtoken.shared_planner": 3,
     "vtoken.threshold": 0,
     "vtoken.request_kv": 3,

@@ -95,7 +95,7 @@ def test_every_step_makes_progress_with_bounded_work(
 
 def test_watchdog_sees_reports_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Destinations of orphaned plans stay taken, until nobody can be scheduled."""
-    watchdog = Watchdog(CONFIGS[0], 1, monkeypatch)
+    watchdog = Watchdog(CONFIGS[0], 2, monkeypatch)
     monkeypatch.setattr(EngineModel, "_take_reports", lambda self: [])
     with pytest.raises(AssertionError, match="steps without a token"):
         watchdog.storm()

@@ -87,7 +87,7 @@ def test_holders_of_shared_blocks_let_go_together(
     """Copy-on-write with mostly shared prompts: no byte of anybody changes, nothing leaks."""
     config = {"policy": "random", "verify": "full", "budget_tokens": budget}
     model = EngineModel(
-        {**config, "relocate_shared": True},
+        {**config, "relocate_shared": True, "relocate_into_cached": True},
         num_blocks,
         block_size,
         prompt_tokens=(5 * block_size, 7 * block_size),

@@ -43,6 +43,7 @@ LIVE_FIELDS: frozenset[str] = frozenset(
         "low_watermark_ratio",
         "max_source_blocks",
         "relocate_shared",
+        "relocate_into_cached",
         "max_blocks_per_request",
         "check_interval_steps",
         "score_interval_steps",
@@ -102,6 +103,8 @@ class VTokenConfig:
     """B: most source blocks that one request's plan may empty."""
     relocate_shared: bool = False
     """Also copy live tokens out of shared blocks when all their holders can let go at once."""
+    relocate_into_cached: bool = False
+    """Relocate into blocks that hold cached prefixes also while no request lacks blocks."""
     max_blocks_per_request: Annotated[int | None, Range(2, 1_000_000)] = None
     """Evict when a request has filled this many blocks and pack it at once, instead of by
     ``evict_interval_tokens``, F and watermark; see ``docs/policies.md``. None: no cap."""

@@ -28,6 +28,7 @@ POOL_FIELDS: frozenset[str] = frozenset(
         "low_watermark_ratio",
         "max_source_blocks",
         "relocate_shared",
+        "relocate_into_cached",
         "check_interval_steps",
     }
 )

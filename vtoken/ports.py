@@ -19,9 +19,14 @@ class BlockPoolPort(Protocol):
 
     block_size: int
     num_total_blocks: int
+    caches_prefixes: bool
 
     def num_free_blocks(self) -> int:
-        """Blocks that nobody references."""
+        """Blocks that nobody references, those with cached content included."""
+
+    def num_empty_blocks(self, limit: int) -> int:
+        """Free blocks that :meth:`allocate` takes before any with cached content; counts no
+        further than ``limit``."""
 
     def allocate(self, num_blocks: int) -> NDArray[np.int32]:
         """Take ``num_blocks`` free blocks (the caller has checked), one reference each."""
@@ -34,6 +39,9 @@ class BlockPoolPort(Protocol):
 
     def references(self, block_ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """How many references each block has; the null block is not asked for."""
+
+    def cached(self, block_ids: NDArray[np.int32]) -> BoolArray:
+        """In which blocks a prefix can be found, referenced or not."""
 
     def new_blocks(self, req_id: str, start: int) -> NDArray[np.int32]:
         """Block ids of the request's block list from index ``start`` on."""

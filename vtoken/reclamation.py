@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vtoken.cache_room import Growth, Room, all_free, sparing_the_cache
 from vtoken.config import VTokenConfig
 from vtoken.errors import PlanError
 from vtoken.occupancy import GIVEN_BACK, BlockOccupancy, RequestBlocks
@@ -60,6 +61,7 @@ class ReclamationManager:
     Attributes:
         approves: asked for each plan that is committed as it is made, with the number of tokens
             whose K/V is complete: False takes the plan back.
+        growth: asked for the blocks that requests may still come to ask for.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class ReclamationManager:
         self._next_ticket = 1
         self._steps_to_check = 0
         self._net_freed = 0
+        self._is_short = False
+        self.growth: Callable[[], Growth] = lambda: Growth(0, 0)
         self.approves: Callable[[RelocationPlan, int], bool] = lambda plan, num_computed: True
 
     def reconfigure(self, config: VTokenConfig) -> None:
@@ -91,6 +95,11 @@ class ReclamationManager:
             self._threshold = Threshold(config.theta_f)
         self._config = config
         self._steps_to_check = 0
+
+    def note_shortage(self) -> None:
+        """An allocation failed: until the next look, free blocks are worth more than what is
+        cached in them."""
+        self._is_short = True
 
     @property
     def theta_f(self) -> float:
@@ -138,6 +147,7 @@ class ReclamationManager:
             self._stats.inc("reclaim_skipped_total", 1, reason)
             return []
         plans = self._reserve_plans(requests)
+        self._is_short = False
         if plans:
             self._in_flight[self._stamp(plans)] = list(plans)
         return plans
@@ -171,7 +181,10 @@ class ReclamationManager:
     def _reserve_plans(self, requests: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
         """Stages 2 and 3, most wasteful request first."""
         candidates = _by_waste(requests)
-        plans = self._reserve_shared(candidates) if self._config.relocate_shared else []
+        if not candidates:
+            return []
+        room = self._room()
+        plans = self._reserve_shared(candidates, room) if self._config.relocate_shared else []
         done = {plan.req_id for plan in plans}
         for kv, num_computed in candidates:
             if len(plans) >= MAX_PLANS_PER_STEP:
@@ -181,14 +194,44 @@ class ReclamationManager:
             if kv.plan is not None:
                 self._stats.inc("reclaim_skipped_total", 1, "in_flight")
                 continue
-            choice = self._choose(kv, num_computed, self._config.max_source_blocks)
+            choice = self._choose_within(room, kv, num_computed)
             if isinstance(choice, Rejection):
                 self._stats.inc("reclaim_skipped_total", 1, choice.reason)
                 continue
             plans.append(self._reserve(kv, choice))
         return plans
 
-    def _reserve_shared(self, candidates: list[tuple[RequestKV, int]]) -> list[RelocationPlan]:
+    def _room(self) -> Room:
+        """Destinations for the plans of this look."""
+        config, pool = self._config, self._pool
+        if self._is_short or config.relocate_into_cached or not pool.caches_prefixes:
+            return all_free(pool)
+        growth = self.growth()
+        if growth.soon > pool.num_free_blocks():
+            return all_free(pool)
+        most = MAX_PLANS_PER_STEP * config.max_source_blocks
+        return sparing_the_cache(pool, growth.in_all, most)
+
+    def _choose_within(
+        self, room: Room, kv: RequestKV, num_computed: int
+    ) -> SourceChoice | Rejection:
+        """A choice that the room allows, out of any blocks or out of those without cached
+        content; takes its destinations from the room."""
+        max_sources = self._config.max_source_blocks
+        choice = self._choose(kv, num_computed, max_sources, room.spare)
+        if isinstance(choice, SourceChoice):
+            room.take(choice.num_destinations, from_spare=True)
+        elif choice.reason == "no_headroom" and room.is_limited:
+            choice = self._choose(kv, num_computed, max_sources, room.empty, cached_too=False)
+            if isinstance(choice, Rejection):
+                is_held_back = self._pool.num_free_blocks() > room.spare
+                return Rejection("spares_cache" if is_held_back else "no_headroom")
+            room.take(choice.num_destinations, from_spare=False)
+        return choice
+
+    def _reserve_shared(
+        self, candidates: list[tuple[RequestKV, int]], room: Room
+    ) -> list[RelocationPlan]:
         """Copy-on-write: a plan for every holder of shared blocks that all can let go together.
 
         The blocks themselves are only read; each holder's reference goes when its plan commits.
@@ -206,9 +249,10 @@ class ReclamationManager:
                 group,
                 self._occupancy.block_size,
                 self._config.max_source_blocks,
-                self._pool.num_free_blocks(),
+                room.spare,
             )
             if isinstance(choice, SharedChoice):
+                room.take(choice.num_destinations, from_spare=True)
                 for h, sources in zip(choice.holders, choice.choices, strict=True):
                     plans.append(self._reserve(free[h][0], sources))
                 self._stats.inc("shared_relocations_total")
@@ -235,15 +279,23 @@ class ReclamationManager:
         return Holding(where, held, num_live[where], self._pool.references(held))
 
     def _choose(
-        self, kv: RequestKV, num_computed: int, max_sources: int
+        self,
+        kv: RequestKV,
+        num_computed: int,
+        max_sources: int,
+        max_destinations: int,
+        *,
+        cached_too: bool = True,
     ) -> SourceChoice | Rejection:
         num_closed = num_computed // kv.block_size
-        eligible = self._eligible(kv.blocks, num_closed, max_sources)
+        eligible = self._eligible(kv.blocks, num_closed, max_sources, cached_too)
         snapshot = BlockSnapshot(kv.blocks.num_live, eligible, kv.block_size)
-        return choose_sources(snapshot, max_sources, self._pool.num_free_blocks())
+        return choose_sources(snapshot, max_sources, max_destinations)
 
-    def _eligible(self, blocks: RequestBlocks, num_closed: int, max_sources: int) -> BoolArray:
-        """Blocks that may move: held, closed, private; ``[num_blocks]``.
+    def _eligible(
+        self, blocks: RequestBlocks, num_closed: int, max_sources: int, cached_too: bool
+    ) -> BoolArray:
+        """Blocks that may move: held, closed, private, maybe not cached; ``[num_blocks]``.
 
         A plan takes the emptiest of them, so only these are looked for, the emptiest first: the
         pool is asked about some ``max_sources`` blocks instead of all. Moving a full block gains
@@ -252,6 +304,8 @@ class ReclamationManager:
         ids, num_live, size = blocks.ids, blocks.num_live, self._occupancy.block_size
         open_places = (ids[:num_closed] != GIVEN_BACK) & (num_live[:num_closed] < size)
         places = open_places.nonzero()[0]
+        if not cached_too:
+            places = places[~self._pool.cached(ids[places])]
         places = places[np.argsort(num_live[places], kind="stable")]
         eligible = np.zeros(len(ids), np.bool_)
         left = max_sources
@@ -312,7 +366,7 @@ class ReclamationManager:
         """Commit a plan before its copy; the worker makes it before the next forward."""
         if kv.plan is not None:
             return Rejection("in_flight")
-        choice = self._choose(kv, num_computed, max_sources)
+        choice = self._choose(kv, num_computed, max_sources, self._pool.num_free_blocks())
         if isinstance(choice, Rejection):
             return choice
         plan = self._reserve(kv, choice)

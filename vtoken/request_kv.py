@@ -63,6 +63,7 @@ class RequestKV:
         last_signals: what its last eviction went by, kept only where tokens may go early.
         options: what the request itself asked for.
         generation: in which it arrived; says which policy document it follows.
+        max_num_tokens: logical length that it cannot exceed, None if nobody knows.
         num_evictions: times that tokens of it were evicted.
         num_relocations: plans of it that were committed, and ``stall_seconds``, how long
             forwards waited for the batches that they were in.
@@ -86,6 +87,7 @@ class RequestKV:
     last_signals: RequestSignals | None = None
     options: RequestOptions = NO_OPTIONS
     generation: int = 0
+    max_num_tokens: int | None = None
     num_evictions: int = 0
     num_relocations: int = 0
     stall_seconds: float = 0.0
@@ -128,6 +130,21 @@ class RequestKV:
     def ideal_blocks(self) -> int:
         """⌈live / S⌉: blocks it would hold if live tokens were packed."""
         return -(-self.num_live // self._table.block_size)
+
+    def growth(self, unknown: int) -> tuple[int, int]:
+        """Blocks that its block list may still grow by, within the next steps and in all.
+
+        Args:
+            unknown: in all, if nobody knows its end.
+
+        Returns:
+            The rest of its prompt, or one block for what it generates; and all, never less.
+        """
+        size, places = self.block_size, self.num_places
+        last = self.max_num_tokens
+        in_all = unknown if last is None else max(0, -(-last // size) - places)
+        soon = max(1, -(-self.prefill_end // size) - places)
+        return min(soon, in_all), in_all
 
     def announce_tokens(self, num_tokens: int) -> None:
         """The request is ``num_tokens`` long from now on; new tokens are live."""

@@ -58,6 +58,7 @@ SKIP_REASONS: tuple[str, ...] = (
     "in_flight",
     "no_gain",
     "no_headroom",
+    "spares_cache",
 )
 """Why a look for relocation work ended without a plan (paper §3.3, stages 1–3)."""
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken import invariants
+from vtoken.cache_room import Growth
 from vtoken.config import VTokenConfig
 from vtoken.documents import Document
 from vtoken.errors import ConfigError, InvariantViolationError
@@ -70,6 +71,7 @@ class TokenLayer:
         self.evictor = Evictor(config, pool, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
         self.reclamation.approves = self._approves
+        self.reclamation.growth = self._growth
         self.receipts = Receipts()
         self.history = History(config)
         self._pool = pool
@@ -97,6 +99,7 @@ class TokenLayer:
         request_seed: int,
         options: RequestOptions = NO_OPTIONS,
         generation: int | None = None,
+        max_num_tokens: int | None = None,
     ) -> RequestKV:
         """Start to track a request that is new or resumed after preemption.
 
@@ -108,6 +111,7 @@ class TokenLayer:
             request_seed: see :class:`~vtoken.policies.base.LiveView`.
             options: what the request itself asks for; its policy must exist.
             generation: ``documents.generation`` at its arrival; by default it arrives now.
+            max_num_tokens: logical length that it cannot exceed, if known.
         """
         assert req_id not in self.requests, f"request {req_id} is already tracked"
         table = TokenTable(self._pool.block_size)
@@ -116,7 +120,7 @@ class TokenLayer:
         generation = documents.generation if generation is None else generation
         due = first_eviction_at(documents.of(generation).config, prefill_end)
         kv = RequestKV(req_id, table, blocks, num_prompt_tokens, request_seed, prefill_end, due)
-        kv.options, kv.generation = options, generation
+        kv.options, kv.generation, kv.max_num_tokens = options, generation, max_num_tokens
         self.requests[req_id] = kv
         if self._may_need_other_signals(kv):
             self._observe_what_is_needed()
@@ -235,6 +239,12 @@ class TokenLayer:
                 self.reclamation.withdraw(plans, self.requests)
                 return []
         return plans
+
+    def _growth(self) -> Growth:
+        """Of all requests together."""
+        total = self._pool.num_total_blocks
+        grow = [kv.growth(total) for kv in self.requests.values()]
+        return Growth(sum(soon for soon, _ in grow), sum(in_all for _, in_all in grow))
 
     def abandon_relocations(self) -> None:
         """Give back what relocations in flight hold; see :meth:`ReclamationManager.abandon`."""

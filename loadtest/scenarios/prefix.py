@@ -61,6 +61,7 @@ async def run(bench: Bench) -> Outcome:
     repeats = bench.repeats or size.repeats
     outcome = bench.begin(Outcome(config=_describe(size, repeats), details={"paper": PAPER}))
     document = {"policy": "random", "keep_ratio": size.keep_ratio, **RECLAIM_EAGERLY}
+    document["relocate_into_cached"] = True  # what earlier repeats left is nobody's any more
     arms = {
         name: Arm(name, mode, {**document, "theta_f": 0.0, **own}, size.engine)
         for name, (mode, own) in ARMS.items()

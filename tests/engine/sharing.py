@@ -2,18 +2,25 @@
 
 ``num_requests`` requests form groups of ``degree``; a group shares the first half of its prompts.
 The same prompts are sent a second time after the first wave, to see what the prefix cache kept.
+The workload begins with an empty prefix cache.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class SharingOptions:
-    """One workload; lengths in tokens."""
+    """One workload; lengths in tokens.
+
+    Attributes:
+        room_tokens: of the pool, what the requests get; None: all. The rest is held by nobody's
+            blocks, so that pools of many sizes are one engine's.
+        patch: changes of the policy document for this workload; ignored by stock vLLM.
+    """
 
     degree: int
     seed: int = 0
@@ -21,6 +28,8 @@ class SharingOptions:
     shared_tokens: int = 256
     private_tokens: int = 256
     max_tokens: int = 48
+    room_tokens: int | None = None
+    patch: dict[str, Any] = field(default_factory=dict)
 
 
 class Sharing:
@@ -41,14 +50,31 @@ class Sharing:
             ``changed``: those whose bytes changed; ``source_references``: references of each
             source block when its plan was made.
         """
+        assert self._pool.reset_prefix_cache()
+        before = {}
+        if self._arm.layer is not None and self._options.patch:
+            before = {name: self._arm.layer.config.to_dict()[name] for name in self._options.patch}
+            self._arm._patch(self._options.patch)
+        ballast = self._pool.get_new_blocks(self._num_ballast_blocks())
         with PlanWatch(self._arm) as watch:
             waves = [self._wave(name) for name in ("first", "again")]
+        self._arm._settle()
+        self._pool.free_blocks(ballast)
+        if before:
+            self._arm._patch(before)
         return {
             "waves": waves,
             "num_digests": self._audit.num_digests if self._audit else 0,
             "changed": self._audit.changed if self._audit else [],
             "source_references": watch.source_references,
         }
+
+    def _num_ballast_blocks(self) -> int:
+        if self._options.room_tokens is None:
+            return 0
+        manager = self._arm.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        num_blocks: int = self._pool.num_gpu_blocks - 1
+        return num_blocks - self._options.room_tokens // manager.block_size
 
     def _wave(self, name: str) -> dict[str, Any]:
         from vllm import SamplingParams

@@ -45,6 +45,25 @@ def make_spec(mode: str, keep_ratio: float = 0.5, **fields: Any) -> dict[str, An
     }
 
 
+FITTING = {1: 288, 2: 224, 4: 192, 8: 176}
+"""Blocks of 16 tokens that stock vLLM, with blocks of 32, needs to run all eight requests."""
+
+DEFAULTS = {"theta_f": 0.25, "low_watermark_ratio": 0.5}
+THRESHOLDS: dict[str, dict[str, Any]] = {"off": {"stock": {}}, "naive": {}}
+THRESHOLDS["lazy"] = {"always": {}, "defaults": DEFAULTS}
+
+
+def make_fitting_spec(mode: str) -> dict[str, Any]:
+    """The same, and then each degree in a pool of exactly the blocks that stock needs; for lazy
+    under the document above, which always reclaims, and under the default thresholds."""
+    spec = make_spec(mode)
+    for name, patch in THRESHOLDS[mode].items():
+        for d in DEGREES:
+            sharing = {"degree": d, "room_tokens": 16 * FITTING[d], "patch": patch}
+            spec["workloads"].append({"name": f"fitting {d} {name}", "sharing": sharing})
+    return spec
+
+
 def retained(result: dict[str, Any]) -> float:
     """Mean number of blocks in use while all requests decode; a shared block counts once."""
     return mean(result["waves"][0]["blocks"][8:])
@@ -53,7 +72,7 @@ def retained(result: dict[str, Any]) -> float:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_shared_blocks_are_never_sources(run_arm: RunArm, degree: int) -> None:
     """Without the copy-on-write option, a plan names blocks with one reference only."""
-    result = run_arm(make_spec("lazy"))[f"degree {degree}"]
+    result = run_arm(make_fitting_spec("lazy"))[f"degree {degree}"]
     assert set(result["source_references"]) == {1}
     assert len(result["source_references"]) >= 64
 
@@ -61,8 +80,8 @@ def test_shared_blocks_are_never_sources(run_arm: RunArm, degree: int) -> None:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_lazy_retains_fewer_blocks_at_every_degree(run_arm: RunArm, degree: int) -> None:
     """Reclamation pays with sharing, too: at least the paper's range, −28.6 … −42.2 %."""
-    naive = retained(run_arm(make_spec("naive"))[f"degree {degree}"])
-    lazy = retained(run_arm(make_spec("lazy"))[f"degree {degree}"])
+    naive = retained(run_arm(make_fitting_spec("naive"))[f"degree {degree}"])
+    lazy = retained(run_arm(make_fitting_spec("lazy"))[f"degree {degree}"])
     assert lazy <= (1 - 0.286) * naive, f"{lazy} of {naive}: {lazy / naive - 1:+.1%}"
 
 
@@ -70,19 +89,36 @@ def test_lazy_retains_fewer_blocks_at_every_degree(run_arm: RunArm, degree: int)
 @pytest.mark.parametrize("degree", DEGREES)
 def test_prefix_hits_are_not_below_stock(run_arm: RunArm, mode: str, degree: int) -> None:
     """Tokens found in the prefix cache, in the first wave and when all is asked again."""
-    stock = run_arm(make_spec("off"))[f"degree {degree}"]["waves"]
-    ours = run_arm(make_spec(mode))[f"degree {degree}"]["waves"]
+    stock = run_arm(make_fitting_spec("off"))[f"degree {degree}"]["waves"]
+    ours = run_arm(make_fitting_spec(mode))[f"degree {degree}"]["waves"]
     for theirs, mine in zip(stock, ours, strict=True):
         assert sum(mine["hit_tokens"]) >= sum(theirs["hit_tokens"])
     assert sum(ours[0]["hit_tokens"]) == (8 - 8 // degree) * 256
     assert sum(ours[1]["hit_tokens"]) >= 8 * 480
 
 
+@pytest.mark.parametrize("thresholds", ["always", "defaults"])
+@pytest.mark.parametrize("degree", DEGREES)
+def test_prefix_hits_are_not_below_stock_where_the_load_just_fits(
+    run_arm: RunArm, thresholds: str, degree: int
+) -> None:
+    """No destination is a block in which stock would still find a prefix, and no bit changes."""
+    stock = run_arm(make_fitting_spec("off"))[f"fitting {degree} stock"]["waves"]
+    result = run_arm(make_fitting_spec("lazy"))[f"fitting {degree} {thresholds}"]
+    for theirs, mine in zip(stock, result["waves"], strict=True):
+        assert sum(mine["hit_tokens"]) >= sum(theirs["hit_tokens"])
+    assert sum(stock[1]["hit_tokens"]) == 8 * 480
+    assert result["num_digests"] >= 10_000
+    assert result["changed"] == []
+    assert result["counters"]["relocations_total/committed"] >= 1
+    assert result["free_blocks"] == result["total_blocks"]
+
+
 @pytest.mark.parametrize("mode", ["naive", "lazy"])
 @pytest.mark.parametrize("degree", DEGREES)
 def test_no_bit_changes_for_another_request(run_arm: RunArm, mode: str, degree: int) -> None:
     """The K/V bytes under a prefix-cache hash stay the same for as long as it can be found."""
-    result = run_arm(make_spec(mode))[f"degree {degree}"]
+    result = run_arm(make_fitting_spec(mode))[f"degree {degree}"]
     assert result["num_digests"] >= 10_000
     assert result["changed"] == []
     assert result["free_blocks"] == result["total_blocks"]
@@ -92,8 +128,8 @@ def test_no_bit_changes_for_another_request(run_arm: RunArm, mode: str, degree: 
 @pytest.mark.parametrize("degree", DEGREES)
 def test_sharing_does_not_change_a_token(run_arm: RunArm, degree: int) -> None:
     """naive and lazy generate the same tokens, first and from the prefix cache."""
-    naive = run_arm(make_spec("naive"))[f"degree {degree}"]["waves"]
-    lazy = run_arm(make_spec("lazy"))[f"degree {degree}"]["waves"]
+    naive = run_arm(make_fitting_spec("naive"))[f"degree {degree}"]["waves"]
+    lazy = run_arm(make_fitting_spec("lazy"))[f"degree {degree}"]["waves"]
     assert [wave["tokens"] for wave in naive] == [wave["tokens"] for wave in lazy]
 
 
@@ -123,7 +159,7 @@ def test_copy_on_write_changes_no_bit_and_keeps_the_prefix_cache(
     run_arm: RunArm, degree: int
 ) -> None:
     """Shared blocks are only read: their bytes stay, and so do the hits of stock vLLM."""
-    stock = run_arm(make_spec("off"))[f"degree {degree}"]["waves"]
+    stock = run_arm(make_fitting_spec("off"))[f"degree {degree}"]["waves"]
     result = run_arm(make_copy_on_write_spec())[f"degree {degree}"]
     assert result["num_digests"] >= 10_000
     assert result["changed"] == []

@@ -41,6 +41,7 @@ SAMPLES = {
     "verify": "full",
     "record_evictions": "true",
     "relocate_shared": "true",
+    "relocate_into_cached": "true",
     "max_blocks_per_request": "64",
     "score_layers": "9,0",
     "score_interval_steps": "5",
@@ -56,6 +57,7 @@ EXPECTED = {
     "evict_during_prefill": True,
     "record_evictions": True,
     "relocate_shared": True,
+    "relocate_into_cached": True,
     "max_blocks_per_request": 64,
 }
 

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from vtoken.block_map import CACHED
-from vtoken.integration.vllm.compat.scheduler_side import NEVER_CACHED
+from vtoken.integration.vllm.compat.scheduler_side import (
+    NEVER_CACHED,
+    num_leading_empty_blocks,
+)
 from vtoken.types import BoolArray
 
 
@@ -27,10 +30,15 @@ class VLLMBlockPool:
         self._blocks = self._pool.blocks
         self.block_size: int = self._group.block_size
         self.num_total_blocks: int = self._pool.num_gpu_blocks - 1  # the null block is no space
+        self.caches_prefixes: bool = self._pool.enable_caching
 
     def num_free_blocks(self) -> int:
         """Free blocks, cached ones that nobody references included."""
         return int(self._pool.get_num_free_blocks())
+
+    def num_empty_blocks(self, limit: int) -> int:
+        """Length of the free queue up to the first block with a hash, or ``limit``."""
+        return num_leading_empty_blocks(self._pool, limit)
 
     def allocate(self, num_blocks: int) -> NDArray[np.int32]:
         """Take free blocks; the least recently used cached content goes first."""
@@ -52,6 +60,12 @@ class VLLMBlockPool:
         """``ref_cnt`` of each block."""
         blocks = self._blocks
         return np.fromiter((blocks[i].ref_cnt for i in block_ids), np.int64, len(block_ids))
+
+    def cached(self, block_ids: NDArray[np.int32]) -> BoolArray:
+        """Which blocks have a hash."""
+        blocks = self._blocks
+        hashed = (blocks[i].block_hash is not None for i in block_ids)
+        return np.fromiter(hashed, np.bool_, len(block_ids))
 
     def all_references(self) -> NDArray[np.int32]:
         """``ref_cnt`` of every block of the pool by id, or :data:`CACHED`; the null block's too.

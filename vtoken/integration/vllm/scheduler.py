@@ -156,6 +156,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
             request_seed=zlib.crc32(prompt.tobytes()),
             options=options_of(request),
             generation=generation_of(request),
+            max_num_tokens=min(request.num_prompt_tokens + request.max_tokens, self.max_model_len),
         )
 
     def _settle(self, report: StepReport) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -37,6 +38,18 @@ class SchedulerHooks(Scheduler):
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.on_preempted(request)
         super()._preempt_request(request, *args, **kwargs)
+
+
+def num_leading_empty_blocks(pool: BlockPool, limit: int) -> int:
+    """Blocks at the front of the free queue without cached content, at most ``limit``.
+
+    vLLM puts freed blocks without a hash to the front and those with one to the end.
+    """
+    limit = min(limit, pool.get_num_free_blocks())
+    block, count = pool.free_block_queue.fake_free_list_head.next_free_block, 0
+    while count < limit and block is not None and block.block_hash is None:
+        block, count = block.next_free_block, count + 1
+    return count
 
 
 def is_waiting(request: Request) -> bool:
