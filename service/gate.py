@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service import request_ids, tracing
+from service import request_ids, tracing, vllm_faults
 from service.asgi import error_body, error_response, is_work
 from service.auth import KEY_NAME
 from service.drain import RETRY_AFTER_SECONDS, Drain
@@ -80,9 +80,11 @@ class RequestGate:
         clock.start(self._timeout_seconds)
         try:
             await self._app(scope, clock.receive, clock.send)
-        except Exception:
+        except Exception as error:
             record.outcome = record.outcome or "error"
-            if not clock.expired.is_set():  # else the error is that the body ended early
+            if clock.has_open_stream:
+                await clock.fail(*vllm_faults.describe(error))
+            elif not clock.expired.is_set():  # else the error is that the body ended early
                 raise
         finally:
             clock.stop()
@@ -150,6 +152,16 @@ class _Clock:
             self._is_stream = kind.startswith(b"text/event-stream")
         self.is_over = message["type"] == "http.response.body" and not message.get("more_body")
         await self._send(message)
+
+    @property
+    def has_open_stream(self) -> bool:
+        """Whether a stream has begun, and neither ended nor run out of time."""
+        return self._is_stream and not self.is_over and not self.expired.is_set()
+
+    async def fail(self, status: int, text: str) -> None:
+        """End the stream with an error event: vLLM would break it off."""
+        self.status, self._text = status, text
+        await self.answer()
 
     async def answer(self) -> None:
         """Say why it ends: an error answer, or the last event of a stream that has begun."""

@@ -1,17 +1,19 @@
 """Stands before vLLM's ``generate``, where prompts are tokens and no answer has begun.
 
 All routes that generate come through here, once for each prompt. What is refused here is a 400 of
-vLLM's own making, for streams, too. On the way out tokens are counted for the log; the stream of
-outputs is passed on as it is.
+vLLM's own making, for streams, too; what vLLM would refuse without a word gets words. On the way
+out tokens are counted for the log; the stream of outputs is passed on as it is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import EngineInput
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from service import request_ids, tracing
 from service.admission import QueueEstimate
@@ -19,6 +21,8 @@ from service.refusals import Refusals
 from service.request_ids import RequestRecord
 
 RECEIPT = "vtoken_receipt"
+
+logger = logging.getLogger(__name__)
 
 
 class Generation:
@@ -94,12 +98,27 @@ class Generation:
                 for part in output.outputs:
                     counted[part.index] = counted.get(part.index, 0) + len(part.token_ids)
                 yield output
+        except EngineGenerateError as error:
+            raise _explained(error, has_begun) from error
         finally:
             if not has_begun:
                 self._queue.withdrawn(num_sequences)
             if record is not None:
                 record.output_tokens += sum(counted.values())
             await stream.aclose()
+
+
+def _explained(error: Exception, has_begun: bool) -> Exception:
+    """vLLM raises it without text. Before the first output the cause is most often that a value
+    cannot be encoded for the engine, half of a surrogate pair for instance."""
+    cause = error.__cause__ or error
+    found: Exception
+    if not has_begun and isinstance(cause, ValueError | TypeError | OverflowError):
+        found = VLLMValidationError(f"the request cannot be sent to the engine: {cause}")
+    else:
+        logger.error("vLLM could not go on with a request", exc_info=cause)
+        found = EngineGenerateError(f"the engine could not go on with the request: {cause!r}")
+    return found
 
 
 def _ask_for_receipt(sampling_params: Any, record: RequestRecord) -> None:

@@ -11,17 +11,19 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from service import vllm_faults
 from service.routes import route_path
 
 _TYPES = {404: "NotFoundError", 405: "BadRequestError"}
 
 
 def attach(app: FastAPI) -> None:
-    """Answer unknown paths and methods under ``/v1``; mutates ``app``.
+    """Answer unknown paths and methods under ``/v1``, and what vLLM trips over; mutates ``app``.
 
     vLLM's handler is for FastAPI's subclass of this exception and stays in force for that.
     """
     app.add_exception_handler(HTTPException, _answer)
+    vllm_faults.attach(app)
 
 
 async def _answer(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ a valid request with some members replaced by what the document allows, or does 
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import threading
@@ -278,6 +279,39 @@ def test_part_that_is_no_object_is_a_client_error(api):
     """vLLM's renderer asserts; see ``service/vllm_faults.py``."""
     request = {"model": MODEL, "input": [{"role": "user", "content": [5]}], "max_output_tokens": 3}
     assert api.post("/v1/responses", json=request).status_code == 400
+
+
+UNSENDABLE = [
+    {"vllm_xargs": {"\ud800": 1}},
+    {"session_id": "\ud800"},
+    {"top_k": 10**30},
+    {"stop": ["\ud800"]},
+    {"input": ""},
+    {"input": [{"type": "message", "role": "assistant", "content": [], "status": "completed"}]},
+]
+"""What cannot be encoded for the engine, an empty prompt, and a message without parts."""
+
+
+@pytest.mark.parametrize("members", UNSENDABLE)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+def test_what_vllm_refuses_late_is_a_client_error_in_words(api, path, stream, members):
+    """vLLM answers 500 without a message, or breaks the stream off; see ``service/generation.py``
+    and ``service/vllm_faults.py``."""
+    request = {"model": MODEL, **VALID[path][1], **members, "stream": stream}
+    content = json.dumps(request)
+    answer = api.post(path, content=content, headers={"Content-Type": "application/json"})
+    text = answer.text
+    assert answer.status_code < 500
+    if answer.status_code == 400:
+        error = answer.json()["error"]
+    elif '"error"' in text and stream:
+        lines = [line for line in text.splitlines() if line.startswith('data: {"error"')]
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+    else:
+        return  # a member that this route does not know
+    assert error["code"] == 400
+    assert error["message"]
 
 
 def test_missing_capability_is_said(api):

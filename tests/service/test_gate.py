@@ -50,7 +50,16 @@ async def _broken(request: Request) -> Response:
     raise RuntimeError("broken")
 
 
+async def _breaking(request: Request) -> Response:
+    async def chunks() -> AsyncIterator[str]:
+        yield "data: {}\n\n"
+        raise KeyError
+
+    return StreamingResponse(chunks(), media_type="text/event-stream")
+
+
 ROUTES = {"echo": _echo, "slow": _slow, "stream": _stream, "broken": _broken}
+ROUTES["breaking"] = _breaking
 
 
 def use(work: Use, timeout: float = 0.0, refusals: Refusals | None = None) -> Any:
@@ -96,6 +105,15 @@ def test_errors_carry_the_id() -> None:
     assert use(lambda c, d: c.post("/none", headers=headers)).headers["x-request-id"] == "e"
     broken = use(lambda c, d: c.post("/v1/broken", headers=headers))
     assert (broken.status_code, broken.headers["x-request-id"]) == (500, "e")
+
+
+def test_stream_that_breaks_is_ended_with_an_error_event() -> None:
+    """It has words even where the error has none, and the client sees no broken connection."""
+    answer = use(lambda c, d: c.post("/v1/breaking"))
+    first, error, done = answer.text.strip().split("\n\n")
+    assert (answer.status_code, first, done) == (200, "data: {}", "data: [DONE]")
+    found = json.loads(error.removeprefix("data: "))["error"]
+    assert (found["code"], found["message"]) == (500, "the server failed with KeyError")
 
 
 def test_draining_server_takes_no_new_work_and_answers_the_rest() -> None:

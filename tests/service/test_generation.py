@@ -158,3 +158,45 @@ def test_queue_hears_of_what_is_sent_and_withdrawn(generation: ModuleType) -> No
     ask(make(generation, Engine(num_outputs=0), queue=queue), make_params())
     queue.note(Pulse(running=1, waiting=1, steps=1), 1.0)
     assert queue.wait_seconds() == pytest.approx(2.0), "one of two sequences has begun in a second"
+
+
+class Failing(Engine):
+    """Raises vLLM's wordless error for a cause, after some outputs."""
+
+    def __init__(self, cause: Exception, num_outputs: int) -> None:
+        super().__init__(num_outputs)
+        self._cause = cause
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, **others: Any
+    ) -> AsyncGenerator[Any, None]:
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        async for output in super().generate(prompt, params, request_id, **others):
+            yield output
+        raise EngineGenerateError() from self._cause
+
+
+@pytest.mark.parametrize(
+    ("cause", "num_outputs", "kind", "words"),
+    [
+        (
+            UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"),
+            0,
+            "VLLMValidation",
+            "surrogates not allowed",
+        ),
+        (OverflowError("int too big"), 0, "VLLMValidation", "int too big"),
+        (ValueError("late"), 1, "EngineGenerate", "ValueError('late')"),
+        (KeyError("x"), 0, "EngineGenerate", "KeyError('x')"),
+    ],
+)
+def test_wordless_error_of_vllm_gets_words(
+    generation: ModuleType, cause: Exception, num_outputs: int, kind: str, words: str
+) -> None:
+    """What cannot be encoded for the engine is the client's; anything else the server's."""
+    call = make(generation, Failing(cause, num_outputs))
+    with pytest.raises(Exception, match="engine") as caught:
+        ask(call, make_params())
+    assert type(caught.value).__name__ == f"{kind}Error"
+    assert words in str(caught.value)
