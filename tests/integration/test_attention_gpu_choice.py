@@ -29,6 +29,7 @@ def choose(capability, requested=None, flashinfer=True, **layer):
         (HOPPER, True, {}, "FLASH_ATTN"),
         (HOPPER, True, {"head_size": 256}, "FLASH_ATTN"),
         (HOPPER, True, {"kv_cache_dtype": "fp8"}, "TRITON_ATTN"),
+        (HOPPER, True, {"dtype": "float32"}, "TRITON_ATTN"),
         (BLACKWELL, True, {}, "FLASH_ATTN"),
         (BLACKWELL, True, {"head_size": 256}, "FLASHINFER"),
         (BLACKWELL, False, {"head_size": 192}, "TRITON_ATTN"),

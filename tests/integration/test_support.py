@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vtoken.errors import UnsupportedError
+from vtoken.integration.vllm import support
 from vtoken.integration.vllm.support import check_supported
 
 PARALLEL = {
@@ -22,6 +23,7 @@ MODEL = {
     "is_encoder_decoder": False,
     "is_multimodal_model": False,
     "is_moe": False,
+    "enable_sleep_mode": False,
 }
 
 
@@ -32,6 +34,7 @@ def make_config(model=(), parallel=(), **others):
         "kv_transfer_config": None,
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "use_v2_model_runner": False,
+        "attention_config": SimpleNamespace(backend_per_kind={}),
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(**MODEL | dict(model)),
@@ -89,3 +92,47 @@ def test_all_reasons_are_listed_at_once():
     config = make_config(parallel={"pipeline_parallel_size": 2}, speculative_config=object())
     with pytest.raises(UnsupportedError, match=r"speculative.*; pipeline"):
         check_supported(config)
+
+
+def on(monkeypatch, kind):
+    """Pretend that vLLM found a platform: ``cuda``, ``rocm`` or ``cpu``."""
+    platform = SimpleNamespace(
+        device_name=kind, is_cpu=lambda: kind == "cpu", is_cuda=lambda: kind == "cuda"
+    )
+    monkeypatch.setattr(support, "current_platform", platform)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"])
+def test_cuda_is_served_by_the_newer_runner(monkeypatch, dtype):
+    """With the caches that its kernels were proven with; whether this GPU has them is the
+    worker's question."""
+    on(monkeypatch, "cuda")
+    cache = SimpleNamespace(cache_dtype=dtype)
+    check_supported(make_config(use_v2_model_runner=True, cache_config=cache))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"use_v2_model_runner": False}, "Model Runner V1 on CUDA"),
+        ({"cache_config": SimpleNamespace(cache_dtype="fp8_e5m2")}, "kv_cache_dtype='fp8_e5m2'"),
+        ({"model": {"enable_sleep_mode": True}}, "sleep mode"),
+        (
+            {"attention_config": SimpleNamespace(backend_per_kind={"full_attention": 1})},
+            "backend_per_kind",
+        ),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2"),
+    ],
+)
+def test_the_rest_is_refused_on_cuda(monkeypatch, options, reason):
+    """What was never proven, and what is refused everywhere."""
+    on(monkeypatch, "cuda")
+    with pytest.raises(UnsupportedError, match=rf"{reason}.*Use --vtoken-mode off"):
+        check_supported(make_config(**{"use_v2_model_runner": True} | options))
+
+
+def test_other_accelerators_are_refused(monkeypatch):
+    """By their name."""
+    on(monkeypatch, "rocm")
+    with pytest.raises(UnsupportedError, match="platform rocm: only CPUs and CUDA"):
+        check_supported(make_config(use_v2_model_runner=True))

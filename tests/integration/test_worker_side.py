@@ -19,9 +19,9 @@ from vtoken.integration.vllm.compat import check_vllm_version
 from vtoken.integration.vllm.compat.layers import attention_override
 from vtoken.integration.vllm.compat.runner_v2 import cpu_runner_class_v2
 from vtoken.integration.vllm.compat.worker_side import HookedCPUModelRunner, cpu_runner_class
+from vtoken.integration.vllm.cpu_core import BACKEND
 from vtoken.integration.vllm.messages import ATTRIBUTE, StepReport
 from vtoken.integration.vllm.model_runner import VTokenCPUModelRunner
-from vtoken.integration.vllm.runner_base import _BACKEND_PATH
 
 CPU_ATTN = AttentionBackendEnum.CPU_ATTN
 
@@ -29,7 +29,7 @@ CPU_ATTN = AttentionBackendEnum.CPU_ATTN
 def test_override_ends_with_the_block():
     """Inside the block layers get our backend, afterwards vLLM's own again."""
     stock = CPU_ATTN.get_class()
-    with attention_override("CPU_ATTN", _BACKEND_PATH):
+    with attention_override(*BACKEND):
         assert CPU_ATTN.get_class() is LiveCPUAttentionBackend
     assert CPU_ATTN.get_class() is stock
     assert not CPU_ATTN.is_overridden()
@@ -39,7 +39,7 @@ def test_override_ends_when_loading_fails():
     """A model that cannot be loaded leaves the process as it was."""
     with (
         pytest.raises(RuntimeError, match="no weights"),
-        attention_override("CPU_ATTN", _BACKEND_PATH),
+        attention_override(*BACKEND),
     ):
         raise RuntimeError("no weights")
     assert not CPU_ATTN.is_overridden()
@@ -49,7 +49,7 @@ def test_override_gives_another_plugins_override_back():
     """If someone else replaced the backend, theirs returns."""
     theirs = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
     with attention_override("CPU_ATTN", theirs):
-        with attention_override("CPU_ATTN", _BACKEND_PATH):
+        with attention_override(*BACKEND):
             pass
         assert CPU_ATTN.get_path() == theirs
 
@@ -59,7 +59,7 @@ def test_override_empties_the_selector_cache_on_both_sides():
     cached = selector._cached_get_attn_backend
     config = selector.AttentionSelectorConfig(64, torch.bfloat16, "auto", 16)
     stock = cached(None, config)
-    with attention_override("CPU_ATTN", _BACKEND_PATH):
+    with attention_override(*BACKEND):
         assert cached(None, config) is LiveCPUAttentionBackend
     assert cached(None, config) is stock
 

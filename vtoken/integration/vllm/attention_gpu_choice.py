@@ -28,6 +28,10 @@ FLASHINFER_HEAD_SIZES = (64, 128, 256)
 
 _PLAIN_CACHES = ("auto", "float16", "bfloat16")
 _FP8_CACHES = ("fp8", "fp8_e4m3")
+KV_CACHE_DTYPES = _PLAIN_CACHES + _FP8_CACHES
+"""vLLM's names of caches that GPUs read live tokens from."""
+
+_HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,14 @@ class LayerFacts:
     Attributes:
         head_size: numbers per head.
         kv_cache_dtype: vLLM's name of it.
+        dtype: of the model, as torch names it.
         sliding_window, alibi, sinks: features that a row of live tokens cannot express, or that
             nobody proved.
     """
 
     head_size: int
     kv_cache_dtype: str = "auto"
+    dtype: str = "bfloat16"
     sliding_window: bool = False
     alibi: bool = False
     sinks: bool = False
@@ -117,12 +123,14 @@ def _general_reasons(gpu: GpuFacts, layer: LayerFacts) -> Iterator[str]:
         yield "ALiBi weighs distances between positions, a row has none"
     if layer.sinks:
         yield "learned attention sinks are not proven"
-    if layer.kv_cache_dtype not in _PLAIN_CACHES + _FP8_CACHES:
+    if layer.kv_cache_dtype not in KV_CACHE_DTYPES:
         yield f"KV cache dtype {layer.kv_cache_dtype} is not proven"
 
 
 def _flash_attn(gpu: GpuFacts, layer: LayerFacts) -> str | None:
     version = gpu.flash_attn_version
+    if layer.dtype not in _HALVES:
+        return f"{layer.dtype}, not one of {_HALVES}"
     if version not in (3, 4):
         return f"FlashAttention {version or 'is missing and 2'} reads pages of 16 tokens or more"
     if layer.kv_cache_dtype in _FP8_CACHES:
@@ -137,6 +145,8 @@ def _flash_attn(gpu: GpuFacts, layer: LayerFacts) -> str | None:
 def _flashinfer(gpu: GpuFacts, layer: LayerFacts) -> str | None:
     if not gpu.has_flashinfer:
         return "FlashInfer is not installed, or cannot compile its kernels"
+    if layer.dtype not in _HALVES:
+        return f"{layer.dtype}, not one of {_HALVES}"
     if layer.kv_cache_dtype in _FP8_CACHES:
         return "fp8 is proven with TRITON_ATTN only"
     if layer.head_size not in FLASHINFER_HEAD_SIZES:

@@ -1,21 +1,19 @@
 """The worker core over a GPU's cache: one-token pages, the CUDA copy engine, live tables.
 
-What a runner of Model Runner V2 needs besides vLLM's own class: it loads its model inside
-:func:`~vtoken.integration.vllm.compat.layers.attention_override`, makes its core here once the
-cache exists, and hands rows, lengths and the host's lengths to the builders before each forward.
+The parts of :mod:`gpu_runner`, which makes its core here once the cache exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vtoken.copy_engine.cuda import CudaCopyEngine, Streams
-from vtoken.gpu_scores.mass import Scorer
-from vtoken.integration.vllm.attention_gpu import LiveTables, attach_tables
+from vtoken.copy_engine.cuda import CudaCopyEngine, CudaStreams, Streams, choose_mover
+from vtoken.gpu_scores.mass import Scorer, choose_scorer
+from vtoken.integration.vllm.attention_gpu import attach_tables
 from vtoken.integration.vllm.compat.gpu_side import fp8_logit_scale
 from vtoken.integration.vllm.observer_gpu import LogitScale, PagedObserver
 from vtoken.integration.vllm.query_capture import QueryCapture
@@ -53,11 +51,42 @@ class GpuTools:
         streams: of the device.
         mover: copies tokens.
         scorer: computes masses.
+        is_capturing: whether a graph is being captured right now.
     """
 
     streams: Streams
     mover: Mover
     scorer: Scorer
+    is_capturing: Callable[[], bool]
+
+
+def cuda_tools(device: torch.device) -> GpuTools:
+    """Of a CUDA device."""
+    return GpuTools(
+        CudaStreams(device),
+        choose_mover(device),
+        choose_scorer(device),
+        torch.cuda.is_current_stream_capturing,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class GpuCore:
+    """What :func:`make_gpu_core` made.
+
+    Attributes:
+        worker: the worker core.
+        pool: all layers, with the mover.
+        layers: the cache by layer name, in the order of the model.
+        scales: how the sampled layers scale their logits.
+        tools: see :class:`GpuTools`.
+    """
+
+    worker: WorkerCore
+    pool: PagedPool
+    layers: Mapping[str, PagedKV]
+    scales: Mapping[str, LogitScale]
+    tools: GpuTools
 
 
 def make_gpu_core(
@@ -68,7 +97,7 @@ def make_gpu_core(
     capture: QueryCapture,
     tools: GpuTools,
     ranks: Ranks | None = None,
-) -> tuple[WorkerCore, LiveTables]:
+) -> GpuCore:
     """The worker core over a cache that exists now; attaches builders and sampled layers.
 
     Args:
@@ -83,7 +112,7 @@ def make_gpu_core(
     Raises:
         UnsupportedError: a builder is not ours, or a cache has no whole words.
     """
-    tables = attach_tables(groups)
+    attach_tables(groups)
     paged = {
         name: PagedKV.from_cache(as_numbers(cache, layers[name].impl.kv_cache_dtype))
         for name, cache in caches.items()
@@ -93,7 +122,8 @@ def make_gpu_core(
     scales = {name: logit_scale(layers[name]) for name in capture.queries}
     observer = PagedObserver(rows, paged, capture, scales, tools.scorer, ranks)
     engine = CudaCopyEngine(pool, tools.streams)
-    return WorkerCore(rows, engine, pool, observer, ranks), tables
+    worker = WorkerCore(rows, engine, pool, observer, ranks)
+    return GpuCore(worker, pool, paged, scales, tools)
 
 
 def as_numbers(cache: torch.Tensor, kv_cache_dtype: str) -> torch.Tensor:

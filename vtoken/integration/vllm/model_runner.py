@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from vtoken.integration.vllm.attention_metadata import LiveRows
 from vtoken.integration.vllm.compat.layers import layer_names
 from vtoken.integration.vllm.compat.worker_side import HookedCPUModelRunner
-from vtoken.integration.vllm.runner_base import TokenLayerRunner, live_views
+from vtoken.integration.vllm.cpu_core import CpuTokenLayer, live_views
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.integration.vllm.support import check_groups
 
 
-class VTokenCPUModelRunner(TokenLayerRunner, HookedCPUModelRunner):
+class VTokenCPUModelRunner(CpuTokenLayer, HookedCPUModelRunner):
     """Reads live tokens only and relocates them between steps; else vLLM's V1 CPU runner."""
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,8 @@ from vtoken.config import VTokenConfig
 from vtoken.integration.vllm.compat import check_vllm_version
 
 DEFAULT_BLOCK_SIZE = 16
+CPU_WORKER = "vtoken.integration.vllm.worker.VTokenCPUWorker"
+GPU_WORKER = "vtoken.integration.vllm.gpu_worker.VTokenGPUWorker"
 
 
 def register() -> None:
@@ -42,9 +44,11 @@ def engine_args(config: VTokenConfig) -> dict[str, Any]:
     if config.mode == "off":
         return {}
     check_vllm_version()
+    from vllm.platforms import current_platform
+
     return {
         "scheduler_cls": "vtoken.integration.vllm.scheduler.scheduler_for",
-        "worker_cls": "vtoken.integration.vllm.worker.VTokenCPUWorker",
+        "worker_cls": GPU_WORKER if current_platform.is_cuda() else CPU_WORKER,
         "block_size": DEFAULT_BLOCK_SIZE,
         "additional_config": {"vtoken": config.to_dict()},
     }

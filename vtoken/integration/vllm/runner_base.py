@@ -1,33 +1,21 @@
 """What our model runners of both generations do alike: hand the scheduler's messages to the core.
 
 A runner of vLLM with hooks around the places where a step touches the KV cache is mixed in by
-the classes in :mod:`model_runner` (V1) and :mod:`model_runner_v2`.
+the classes in :mod:`model_runner` (V1), :mod:`model_runner_v2` and :mod:`gpu_runner`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from vllm.distributed import get_tp_group
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from vtoken.copy_engine.cpu import CpuCopyEngine
-from vtoken.errors import UnsupportedError
-from vtoken.integration.vllm.attention_cpu import LiveCPUAttentionBackend, LiveCPUMetadataBuilder
 from vtoken.integration.vllm.compat.layers import attention_override
 from vtoken.integration.vllm.messages import ATTRIBUTE, EMPTY_ROW, StepMessage
-from vtoken.integration.vllm.observer import Observer
 from vtoken.integration.vllm.ranks import TensorParallelRanks
-from vtoken.integration.vllm.slot_rows import SlotRows
-from vtoken.integration.vllm.support import check_score_layers, vtoken_config
 from vtoken.integration.vllm.worker_core import WorkerCore
-from vtoken.kv_pool import KVPool
-from vtoken.kv_view import SplitKV
-
-_BACKEND_PATH = f"{LiveCPUAttentionBackend.__module__}.{LiveCPUAttentionBackend.__qualname__}"
 
 
 class TokenLayerRunner:
@@ -36,36 +24,14 @@ class TokenLayerRunner:
     _core: WorkerCore | None = None
     vllm_config: Any
 
+    def live_attention(self) -> tuple[str, str]:
+        """vLLM's name of a backend, and the path of our class that stands in for it."""
+        raise NotImplementedError
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model with our attention in its layers."""
-        with attention_override("CPU_ATTN", _BACKEND_PATH):
+        with attention_override(*self.live_attention()):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
-
-    def make_core(
-        self, rows: SlotRows, layers: Mapping[str, SplitKV], builders: list[Any]
-    ) -> WorkerCore:
-        """The worker core over a cache that exists now.
-
-        Args:
-            rows: empty.
-            layers: views of the cache by layer name, in the order of the model.
-            builders: that make the attention's metadata.
-
-        Raises:
-            UnsupportedError: a builder is not ours.
-            ConfigError: a layer of ``score_layers`` does not exist.
-        """
-        for builder in builders:
-            if not isinstance(builder, LiveCPUMetadataBuilder):
-                raise UnsupportedError(
-                    f"vToken cannot read live tokens through {type(builder).__name__}"
-                )
-        check_score_layers(vtoken_config(self.vllm_config), len(layers))
-        pool = KVPool(list(layers.values()))
-        group = get_tp_group()
-        ranks = TensorParallelRanks(group) if group.world_size > 1 else None
-        observer = Observer(rows, layers, ranks)
-        return WorkerCore(rows, CpuCopyEngine(pool), pool, observer, ranks)
 
     def shutdown(self) -> None:
         """Finish outstanding copies, then vLLM's own shutdown."""
@@ -110,6 +76,7 @@ def _unsent_message(scheduler_output: Any) -> StepMessage:
     return StepMessage(rows=dict.fromkeys(started, EMPTY_ROW))
 
 
-def live_views(caches: Mapping[str, torch.Tensor]) -> dict[str, SplitKV]:
-    """Slot-addressed views of the layers' caches."""
-    return {name: SplitKV.from_cache(cache) for name, cache in caches.items()}
+def other_ranks() -> TensorParallelRanks | None:
+    """The workers that hold the other heads; None if this one has all of them."""
+    group = get_tp_group()
+    return TensorParallelRanks(group) if group.world_size > 1 else None

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAtte
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError, UnsupportedError
+from vtoken.integration.vllm.attention_gpu_choice import KV_CACHE_DTYPES
 from vtoken.integration.vllm.compat import check_vllm_version
 
 CONFIG_KEY = "vtoken"
@@ -82,8 +83,7 @@ def _raise_if(reasons: list[str]) -> None:
 
 def _config_reasons(config: VllmConfig) -> Iterator[str]:
     model, parallel = config.model_config, config.parallel_config
-    if not current_platform.is_cpu():
-        yield f"platform {current_platform.device_name}: only the CPU engine is supported so far"
+    yield from _platform_reasons(config)
     if model.runner_type != "generate":
         yield f"runner {model.runner_type!r}: only text generation has a KV cache to evict from"
     if model.use_mla:
@@ -98,8 +98,6 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
         yield "speculative decoding rolls computed tokens back"
     if config.kv_transfer_config is not None:
         yield "KV connectors read and write blocks on their own schedule"
-    if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"):
-        yield f"kv_cache_dtype={config.cache_config.cache_dtype!r} has no token-granular CPU kernel"
     for name, reason in _NOT_PARALLEL.items():
         size = getattr(parallel, name)
         if size > 1:
@@ -109,6 +107,26 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"data_parallel_size={size} with experts, whose engines compute every step together"
     if parallel.use_ubatching:
         yield "dual batch overlap splits a batch behind the scheduler's back"
+
+
+def _platform_reasons(config: VllmConfig) -> Iterator[str]:
+    dtype = config.cache_config.cache_dtype
+    if current_platform.is_cpu():
+        if dtype not in ("auto", "bfloat16", "float16"):
+            yield f"kv_cache_dtype={dtype!r} has no token-granular CPU kernel"
+        return
+    if not current_platform.is_cuda():
+        yield f"platform {current_platform.device_name}: only CPUs and CUDA are supported"
+        return
+    # What depends on the GPU itself is decided by attention_gpu_choice, in the worker.
+    if not config.use_v2_model_runner:
+        yield "Model Runner V1 on CUDA (VLLM_USE_V2_MODEL_RUNNER=0), which vLLM deprecates"
+    if dtype not in KV_CACHE_DTYPES:
+        yield f"kv_cache_dtype={dtype!r} is not proven on GPUs, only {', '.join(KV_CACHE_DTYPES)}"
+    if config.model_config.enable_sleep_mode:
+        yield "sleep mode, which takes the KV cache away and gives it back, is not proven on GPUs"
+    if config.attention_config.backend_per_kind:
+        yield "attention_config.backend_per_kind: live tokens are read by one backend"
 
 
 def _group_reasons(config: KVCacheConfig) -> Iterator[str]:

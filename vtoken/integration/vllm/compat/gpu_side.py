@@ -1,6 +1,7 @@
-"""vLLM's private names on the GPU path: kernel block tables and the metadata of a batch.
+"""vLLM's private names on the GPU path: kernel block tables, metadata, what a GPU can run.
 
-Read against vLLM 0.32.0: ``v1/worker/utils.py`` (AttentionGroup), ``v1/attention/backend.py``.
+Read against vLLM 0.32.0: ``v1/worker/utils.py`` (AttentionGroup), ``v1/attention/backend.py``,
+``v1/attention/backends/fa_utils.py``, ``utils/flashinfer.py``, ``v1/worker/gpu_worker.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from vtoken.errors import UnsupportedError
@@ -22,6 +24,17 @@ class _LiveGroup(AttentionGroup):
         self, common_attn_metadata: CommonAttentionMetadata, ubatch_idx: int = 0
     ) -> CommonAttentionMetadata:
         return common_attn_metadata
+
+
+class HookedGPUWorker(Worker):
+    """vLLM's GPU worker, asking for its runner in public."""
+
+    def make_runner(self) -> Any:
+        """The model runner, once the device is set up."""
+        raise NotImplementedError
+
+    def _make_model_runner(self) -> Any:
+        return self.make_runner()
 
 
 def take_kernel_block_table(group: AttentionGroup) -> torch.Tensor:
@@ -45,6 +58,28 @@ def take_kernel_block_table(group: AttentionGroup) -> torch.Tensor:
     group.__class__ = _LiveGroup
     table: torch.Tensor = tables[0]
     return table
+
+
+def flash_attn_version(head_size: int) -> int | None:
+    """The FlashAttention that vLLM takes on this GPU for heads of that size, None without one."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    except ImportError:
+        return None
+    version: int | None = get_flash_attn_version(head_size=head_size)
+    return version
+
+
+def has_flashinfer() -> bool:
+    """Whether FlashInfer is installed and can compile its kernels, as vLLM sees it."""
+    from vllm.utils import flashinfer
+
+    return bool(flashinfer.has_flashinfer())
+
+
+def fp8_scales(layer: Any) -> tuple[float, float]:
+    """What keys and values of an fp8 cache are multiplied with."""
+    return float(layer._k_scale_float), float(layer._v_scale_float)
 
 
 def fp8_logit_scale(layer: Any) -> float:

@@ -7,7 +7,7 @@ through ``execute_model`` too and touch no request. Read against vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +45,23 @@ class RunnerV2Hooks(_Runner):
         """Batch order and write slots (canonical, on the device) are known."""
         raise NotImplementedError
 
+    def attention_groups(self) -> list[Any]:
+        """Attention groups of all caches."""
+        return [group for of_cache in self.attn_groups for group in of_cache]
+
     def metadata_builders(self) -> list[Any]:
         """Attention metadata builders of all groups."""
-        groups = [group for of_cache in self.attn_groups for group in of_cache]
-        return [builder for group in groups for builder in group.metadata_builders]
+        return [builder for group in self.attention_groups() for builder in group.metadata_builders]
+
+    def attention_layers(self, names: Iterable[str]) -> dict[str, Any]:
+        """vLLM's attention layers by name, in the order of ``names``."""
+        layers = self.compilation_config.static_forward_context
+        return {name: layers[name] for name in names}
 
     def layer_caches(self, kv_cache_config: Any) -> dict[str, torch.Tensor]:
         """The cache of each layer of the one KV cache group, in the order of the model."""
-        layers = self.compilation_config.static_forward_context
-        return {name: layers[name].kv_cache for name in layer_names(kv_cache_config)}
+        layers = self.attention_layers(layer_names(kv_cache_config))
+        return {name: layer.kv_cache for name, layer in layers.items()}
 
     def finish_requests(self, scheduler_output: Any) -> None:
         """vLLM's first look at a step."""
