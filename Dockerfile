@@ -4,8 +4,8 @@
 #
 # cpu holds the pinned CPU engine and the embedded model (amd64). Its torch, 2.13.0+cpu, must be found
 # by pip: pass --build-arg PIP_EXTRA_INDEX_URL=… (PyTorch's index of CPU builds) where it is not.
-# gpu puts this package on vLLM's own image; the token layer does not run on GPUs yet, so it serves
-# with --vtoken-mode off (stock vLLM).
+# gpu puts this package on vLLM's own image. It serves with VTOKEN_MODE=off (stock vLLM) unless told
+# otherwise: the token layer starts on GPUs, but was never run on one (docs/gpu.md).
 #
 # Both run as any user: HOME, /cache and /tmp are the only folders written to, so that a read-only
 # root file system needs these three as volumes. Neither has a compiler added.

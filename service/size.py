@@ -51,7 +51,7 @@ Computed, not measured. `stock`: every token of every request is kept. `packed`:
 without holes (F = 0). `at θ_F`: as many holes as relocation tolerates before it acts. All requests
 have the whole context at once. Weights follow from the shape; activations and CUDA graphs are the
 reserve. A prompt is held whole until it is prefilled, so the pool must hold one context anyway.
-The token layer runs on the CPU engine only so far: on a GPU, `stock` is what there is today."""
+The token layer was never run on a GPU: `packed` and `at θ_F` were not seen on one."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _streams(machine: Machine) -> Iterator[Row]:
     caches = make_layers(machine.sizes, "LBNHC", torch.bfloat16, machine.device, page=1)
     layers = [PagedKV.from_cache(cache) for cache in caches]
     few = PagedPool(layers[:2], move_by_kernel)
-    yield from check_order(machine, CudaCopyEngine(few, CudaStreams(machine.device)), few, 200)
+    yield from check_order(CudaCopyEngine(few, CudaStreams(machine.device)), few, 200)
     pool = PagedPool(layers, move_by_kernel)
     matrix = torch.randn(4096, 4096, device=machine.device, dtype=torch.bfloat16)
     engine = CudaCopyEngine(pool, CudaStreams(machine.device))

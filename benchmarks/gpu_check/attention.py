@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu_check.machine import Machine
 from benchmarks.gpu_check.report import Row, failed
+from vtoken.device_check import dense_attention
 
 SECTION = "attention"
 TOLERANCE = 0.02
@@ -80,13 +81,10 @@ def make_decode(machine: Machine) -> Decode:
 def reference(batch: Decode) -> torch.Tensor:
     """float32 attention, one request at a time."""
     outputs = []
-    group = batch.query.shape[1] // batch.scattered.shape[2]
     for query, slots in zip(batch.query, batch.slots, strict=True):
-        key, value = batch.split(batch.scattered[slots.long(), 0].float())
-        logits = torch.einsum("hd,lhd->hl", query.float(), key.repeat_interleave(group, 1))
-        weights = (logits * batch.scale).softmax(-1)
-        outputs.append(torch.einsum("hl,lhd->hd", weights, value.repeat_interleave(group, 1)))
-    return torch.stack(outputs)
+        key, value = batch.split(batch.scattered[slots.long(), 0])
+        outputs.append(dense_attention(query[None], key, value, batch.scale))
+    return torch.cat(outputs)
 
 
 def check_attention(machine: Machine, kernels: dict[str, Kernel]) -> Iterator[Row]:

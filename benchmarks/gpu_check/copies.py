@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu_check.machine import Machine, Sizes
 from benchmarks.gpu_check.report import Row
+from vtoken import device_check
 from vtoken.copy_engine.base import CopyEngine
 from vtoken.kv_pages import PagedKV
 from vtoken.paged_pool import Mover, PagedPool, move_by_index
@@ -97,27 +98,10 @@ def measure_bandwidth(machine: Machine, movers: dict[str, Mover]) -> Iterator[Ro
             yield Row(SECTION, f"{label}: share of own copy", own / taken, goal=goal)
 
 
-def check_order(
-    machine: Machine, engine: CopyEngine, pool: PagedPool, rounds: int
-) -> Iterator[Row]:
-    """Sources written right before, destinations read right after: every round must agree.
-
-    A copy that ran before the write, or a read that ran before the copy, would find the number of
-    an earlier round.
-    """
-    half = min(2048, pool.num_slots // 2)
-    dst, src = (np.arange(start, start + half, dtype=np.int32) for start in (0, half))
-    written, read = (torch.from_numpy(part).long().to(machine.device) for part in (src, dst))
-    held = torch.ones((), dtype=torch.bool, device=machine.device)
-    for number in range(1, rounds + 1):
-        for layer in pool.layers:  # the forward that writes K and V
-            layer.scatter(written, torch.full_like(layer.gather(written), number))
-        engine.submit(number, src, dst)
-        engine.wait_before_read()
-        for layer in pool.layers:
-            held &= (layer.gather(read) == number).all()
-    word = "held" if held else "broken"
-    yield Row(SECTION, f"order of streams, {rounds} rounds", word, ok=bool(held))
+def check_order(engine: CopyEngine, pool: PagedPool, rounds: int) -> Iterator[Row]:
+    """Sources written right before, destinations read right after: every round must agree."""
+    finding = device_check.check_order(pool, engine, rounds, count=2048)
+    yield Row(SECTION, finding.name, finding.value, ok=finding.ok, note=finding.note)
 
 
 def measure_stall(

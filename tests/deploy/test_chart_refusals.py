@@ -25,10 +25,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"vtoken": {"budgetTokens": 36}},
         "vtoken.budgetTokens=36 must be above sinkTokens + recentTokens = 36",
     ),
-    "token-layer-on-gpu": (
-        {**GPU, "vtoken": {"mode": "lazy"}},
-        "vtoken.mode=lazy with gpu.count=2: the token layer runs on the CPU engine only so far",
-    ),
     "short-grace": (
         {"terminationGracePeriodSeconds": 30},
         "terminationGracePeriodSeconds=30 is less than",

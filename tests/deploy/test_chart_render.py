@@ -233,6 +233,15 @@ def test_notes_name_the_curl_lines_that_fit(helm4: Helm) -> None:
     assert "/admin" not in bare
 
 
+def test_the_token_layer_on_gpus_is_opt_in_and_says_what_it_is(helm4: Helm) -> None:
+    """The presets serve stock vLLM; mode lazy is passed on, with a warning."""
+    gpu = {**GPU, "vtoken": {"mode": "lazy"}}
+    settings = find(helm4.template(gpu), "ConfigMap", "vtoken-serve")
+    assert settings["data"]["VTOKEN_MODE"] == "lazy"
+    assert "WARNING: vtoken.mode=lazy on GPUs was never run on one" in helm4.notes(gpu)
+    assert "on GPUs" not in helm4.notes(GPU)
+
+
 def test_dashboards_arrive_unchanged(helm: Helm) -> None:
     """Grafana's own braces and dollars are not touched, and the sidecar finds the ConfigMap."""
     config = find(helm.template(MATRIX["monitoring"]), "ConfigMap", "-dashboards")

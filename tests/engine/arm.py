@@ -44,7 +44,8 @@ def prepare_environment(spec: dict[str, Any]) -> None:
     if spec.get("runner") == "v2":
         from tests.engine.runner_v2 import use_runner_v2
 
-        use_runner_v2(asynchronous=spec.get("async", True))
+        further = use_runner_v2(asynchronous=spec.get("async", True))
+        spec["engine"] = {**spec.get("engine", {}), **further}
 
 
 class Arm:
@@ -278,11 +279,18 @@ def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, 
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
+def _pools() -> Any:
+    """Of CPUs and of GPUs."""
+    from vtoken.kv_pool import KVPool
+    from vtoken.paged_pool import PagedPool
+
+    return KVPool, PagedPool
+
+
 def _skip_every_copy() -> None:
     """The mutant that table checks cannot see: moves are committed, bytes stay behind."""
-    from vtoken.kv_pool import KVPool
-
-    KVPool.copy = lambda self, src_slots, dst_slots: 0
+    for pool in _pools():
+        pool.copy = lambda self, src_slots, dst_slots: 0
 
 
 def _fail_every_third_copy() -> None:
@@ -303,10 +311,12 @@ def _fail_every_third_copy() -> None:
 
 def _mix_up_every_copy() -> None:
     """A copy engine that reports success and gives each token another one's bytes."""
-    from vtoken.kv_pool import KVPool
 
-    copy = KVPool.copy
-    KVPool.copy = lambda self, src_slots, dst_slots: copy(self, src_slots.roll(1), dst_slots)
+    def mix_up(copy: Any) -> Any:
+        return lambda self, src_slots, dst_slots: copy(self, src_slots.roll(1), dst_slots)
+
+    for pool in _pools():
+        pool.copy = mix_up(pool.copy)
 
 
 def _break_random_policy() -> None:

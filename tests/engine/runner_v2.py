@@ -1,4 +1,4 @@
-"""Makes vLLM take Model Runner V2 without a GPU: Triton's interpreter runs its kernels.
+"""Makes vLLM take Model Runner V2: without a GPU, Triton's interpreter runs its kernels.
 
 Nothing of vToken is involved, and nothing falls back: a runner that is not V2 fails the tests.
 """
@@ -9,13 +9,20 @@ import os
 from typing import Any
 
 
-def use_runner_v2(*, asynchronous: bool) -> None:
+def use_runner_v2(*, asynchronous: bool) -> dict[str, Any]:
     """Call before vLLM is imported; the engine must live in this process.
 
     Args:
         asynchronous: schedule one step ahead of the outputs, as on GPUs. vLLM's CPU platform
             turns that off; here it is turned on again behind it.
+
+    Returns:
+        Further arguments of the engine.
     """
+    if has_gpu():
+        # TF32 would be further from the oracle than the tests allow.
+        os.environ.update(VLLM_USE_V2_MODEL_RUNNER="1", TRITON_F32_DEFAULT="ieee")
+        return {"async_scheduling": asynchronous}
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
     from tests.gpu_interp.interpreter import install
 
@@ -29,3 +36,11 @@ def use_runner_v2(*, asynchronous: bool) -> None:
         vllm_config.scheduler_config.async_scheduling = asynchronous
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    return {}
+
+
+def has_gpu() -> bool:
+    """Whether the tests run on a GPU, as in ``scripts/gpu_check``."""
+    import torch
+
+    return torch.cuda.is_available()

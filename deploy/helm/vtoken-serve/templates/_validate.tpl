@@ -14,9 +14,6 @@
 {{- if and (not (kindIs "invalid" $v.budgetTokens)) (le (int64 $v.budgetTokens) $protected) -}}
 {{- fail (printf "vtoken.budgetTokens=%d must be above sinkTokens + recentTokens = %d" (int64 $v.budgetTokens) $protected) -}}
 {{- end -}}
-{{- if and (gt (int .Values.gpu.count) 0) (ne $v.mode "off") -}}
-{{- fail (printf "vtoken.mode=%s with gpu.count=%d: the token layer runs on the CPU engine only so far; set vtoken.mode=off (stock vLLM)" $v.mode (int .Values.gpu.count)) -}}
-{{- end -}}
 {{- range $flag := list "--host" "--port" "--shutdown-timeout" "--uds" -}}
 {{- range $.Values.vllm.extraArgs -}}
 {{- if eq $flag (first (splitList "=" .)) -}}
