@@ -171,6 +171,7 @@ class NaiveRequest:
         options: what the request itself asked for.
         num_prompt: length of its prompt.
         last_signals: what its last eviction went by, if tokens may go early.
+        document: the policy document that it keeps; None: it follows the one in force.
     """
 
     block_size: int
@@ -189,6 +190,7 @@ class NaiveRequest:
     options: RequestOptions = NO_OPTIONS
     num_prompt: int = 0
     last_signals: RequestSignals | None = None
+    document: VTokenConfig | None = None
 
     def grow(self, blocks: list[int], keys: Iterable[int]) -> None:
         """New live tokens with these contents, where the block list puts them."""

@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 
 from tests.core_models import ModelPool, NaiveModel, NaiveRequest, make_config, make_signals
+from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
+from vtoken.history import ChangeInfo
 from vtoken.observation import ATTENTION_SIGNALS, DECODE_SIGNALS, RequestSignals
 from vtoken.policies.base import EvictionPolicy
 from vtoken.policies.registry import POLICIES
@@ -40,7 +42,12 @@ Report = tuple[int, str | None, tuple[str, ...]]
 
 @dataclass(eq=False)
 class Request:
-    """A request as the scheduler sees it; survives preemption."""
+    """A request as the scheduler sees it; survives preemption.
+
+    Attributes:
+        generation: in which it arrived.
+        document: what it keeps of earlier policy documents; None: it follows the one in force.
+    """
 
     req_id: str
     base: int
@@ -50,6 +57,8 @@ class Request:
     max_tokens: int
     prefill_end: int
     options: RequestOptions = NO_OPTIONS
+    generation: int = 0
+    document: VTokenConfig | None = None
     computed: int = 0
     done: int = 0
 
@@ -152,6 +161,7 @@ class Counts:
     held: int = 0
     shared: int = 0
     packed: int = 0
+    own_document: int = 0
     own_policy: int = 0
     own_budget: int = 0
     own_spans: int = 0
@@ -232,6 +242,7 @@ class EngineModel:
                 max_tokens=num_prompt + num_output,
                 prefill_end=num_prompt,
                 options=RequestOptions.parse(options),
+                generation=self.layer.evictor.documents.generation,
             )
         )
 
@@ -312,29 +323,35 @@ class EngineModel:
         request.done = 0
         self.waiting.appendleft(request)
 
-    def patch(self, changes: Mapping[str, Any]) -> None:
+    def patch(self, changes: Mapping[str, Any], *, for_new_only: bool = False) -> None:
         """A live change of the configuration, which may be refused."""
         before, version = self.layer.config, self.layer.policy_version
-        attention = POLICIES[before.policy].signals & ATTENTION_SIGNALS
+        policies = {r: self._policy_of(naive) for r, naive in self.naive.requests.items()}
         try:
-            self.layer.patch(changes)
+            self.layer.patch(changes, ChangeInfo(apply_to="new" if for_new_only else "running"))
         except ConfigError:
             assert self.layer.config is before
             assert self.layer.policy_version == version
         else:
-            new = POLICIES[self.layer.config.policy].signals & ATTENTION_SIGNALS
-            for naive in self.naive.requests.values():
-                has_own_policy = naive.options.policy_key is not None
-                if has_own_policy and naive.options.has_own_budget:
-                    continue
-                naive.next_due = self._first_due(naive.prefill_end)
-                missing = new - attention and not has_own_policy
-                if missing and len(naive.key) >= naive.prefill_end:
-                    interval = self.layer.config.evict_interval_tokens
-                    naive.next_due = len(naive.key) + interval
+            for request in [*self.running, *self.waiting]:
+                request.document = (request.document or before) if for_new_only else None
+                if naive := self.naive.requests.get(request.req_id):
+                    naive.document = request.document
+                    if not for_new_only:
+                        self._follow(naive, policies[request.req_id])
+            self.layer.release_documents({r.generation for r in [*self.running, *self.waiting]})
             assert self.layer.policy_version == version + 1
             self.counts.patches += 1
         self.check()
+
+    def _follow(self, naive: NaiveRequest, before: type[EvictionPolicy]) -> None:
+        """What a document that is new to the request does to its next eviction."""
+        if naive.options.policy_key is not None and naive.options.has_own_budget:
+            return
+        naive.next_due = self._first_due(naive)
+        missing = (self._policy_of(naive).signals - before.signals) & ATTENTION_SIGNALS
+        if missing and len(naive.key) >= naive.prefill_end:
+            naive.next_due = len(naive.key) + self._document(naive).evict_interval_tokens
 
     # -- worker ----------------------------------------------------------------------------
 
@@ -478,14 +495,15 @@ class EngineModel:
             return False
         self.counts.cache_hits += num_cached
         self._publish(request, request.computed + self._num_new(request, chunk))
-        due = self._first_due(request.prefill_end)
         naive = NaiveRequest(
             self.block_size,
             request.prefill_end,
-            due,
+            next_due=0,
             options=request.options,
             num_prompt=request.num_prompt,
+            document=request.document,
         )
+        naive.next_due = self._first_due(naive)
         self.naive.requests[request.req_id] = naive
         self.layer.admit(
             request.req_id,
@@ -493,6 +511,7 @@ class EngineModel:
             request.prefill_end,
             request.base,
             request.options,
+            request.generation,
             max_num_tokens=request.max_tokens,
         )
         self.check()
@@ -515,8 +534,9 @@ class EngineModel:
         if row is not None:
             assert row.tolist() == list(naive.slot.values())
             kept = kv.kept_columns
-            everybody = [NO_OPTIONS, *(other.options for other in self.naive.requests.values())]
-            observes = any(self._policy_of(options).signals for options in everybody)
+            policies = [POLICIES[self.layer.config.policy]]
+            policies += map(self._policy_of, self.naive.requests.values())
+            observes = any(policy.signals for policy in policies)
             expected = naive.kept_columns() if observes else None
             assert (None if kept is None else kept.tolist()) == expected
         naive.dirty = naive.evicted_since_row = False
@@ -546,7 +566,7 @@ class EngineModel:
         rng = np.random.default_rng([request.base, after])
         token_ids = kv.table.live_ids()
         num_observed = int(rng.choice([0, len(token_ids) // 2, *[len(token_ids)] * 4]))
-        names = sorted(self._policy_of(request.options).signals)
+        names = sorted(self._policy_of(request).signals)
         return make_signals(token_ids, names, rng, num_observed)
 
     def _reclaim_now(self, granted: Collection[str]) -> bool:
@@ -571,9 +591,9 @@ class EngineModel:
         for req_id, num_tokens, victims in evicted_early:
             naive = self.naive.requests[req_id]
             assert self._may_evict_early(naive)
-            assert num_tokens == len(naive.key) >= self._first_due(naive.prefill_end)
+            assert num_tokens == len(naive.key) >= self._first_due(naive)
             self.counts.early_evictions += 1
-            self.counts.early_by_score += bool(self._policy_of(naive.options).signals)
+            self.counts.early_by_score += bool(self._policy_of(naive).signals)
             assert set(victims) <= set(self._early_candidates(naive))
             self._evict_naive(naive, num_tokens, victims)
             naive.next_due = self._next_due(naive, num_tokens)
@@ -666,7 +686,7 @@ class EngineModel:
         places = plan.source_indices.tolist()
         sources = [naive.blocks[place] for place in places]
         assert not naive.sources, "a second plan for one request"
-        capped = self.layer.config.max_blocks_per_request is not None
+        capped = self._document(naive).max_blocks_per_request is not None
         assert capped or len(places) <= self.layer.config.max_source_blocks
         assert len(plan.dst_blocks) < len(places), "the plan frees nothing"
         assert max(places) < before // self.block_size, "the tail block moves"
@@ -715,16 +735,17 @@ class EngineModel:
         victims = self._victims or []
         assert len(victims) == num_victims
         assert set(victims) <= set(candidates)
-        if self._policy_of(naive.options).name == "streaming_llm":
+        if self._policy_of(naive).name == "streaming_llm":
             assert victims == candidates[:num_victims]
         if victims:
             self.counts.late_evictions += bool(naive.sources)
             self._count_options(naive.options)
+            self.counts.own_document += naive.document not in (None, self.layer.config)
             self._evict_naive(naive, request.done, victims)
         self.counts.opted_out += due <= request.done and not naive.options.evict
         if is_through:
             naive.next_due = self._next_due(naive, request.done)
-            if self.layer.config.evict_free_ratio < 1:
+            if self._document(naive).evict_free_ratio < 1:
                 naive.last_signals = signals
         self._follow_packing(request, naive, num_urgent, is_through)
         self.check()
@@ -739,7 +760,8 @@ class EngineModel:
     ) -> None:
         """Under a cap of blocks what is left is packed at once, and as tightly as it can be."""
         plans = self.layer.reclamation._urgent[num_urgent:]
-        packs = self.layer.config.max_blocks_per_request is not None and self.layer.config.relocates
+        is_capped = self._document(naive).max_blocks_per_request is not None
+        packs = is_capped and self.layer.config.relocates
         assert not plans or (packs and is_through)
         kv = self.layer.requests[request.req_id]
         for plan in plans:
@@ -764,17 +786,21 @@ class EngineModel:
         self.counts.mid_prefill += num_tokens < naive.prefill_end
         naive.evict(victims, num_tokens)
 
-    def _first_due(self, prefill_end: int) -> int:
-        return 0 if self.layer.config.evict_during_prefill else prefill_end
+    def _document(self, request: Request | NaiveRequest) -> VTokenConfig:
+        """The one that the request keeps, or the one in force."""
+        return request.document or self.layer.config
 
-    def _policy_of(self, options: RequestOptions) -> type[EvictionPolicy]:
+    def _first_due(self, naive: NaiveRequest) -> int:
+        return 0 if self._document(naive).evict_during_prefill else naive.prefill_end
+
+    def _policy_of(self, request: Request | NaiveRequest) -> type[EvictionPolicy]:
         """The class; the model reads declarations only, never a choice."""
-        key = options.policy_key
-        return POLICIES[self.layer.config.policy if key is None else key[0]]
+        key = request.options.policy_key
+        return POLICIES[self._document(request).policy if key is None else key[0]]
 
     def _target(self, naive: NaiveRequest, num_tokens: int) -> int:
         """Live tokens that the request may keep."""
-        config, options = self.layer.config, naive.options
+        config, options = self._document(naive), naive.options
         ratio, budget = options.keep_ratio, options.budget_tokens
         if ratio is None and budget is None:
             ratio, budget = config.keep_ratio, config.budget_tokens
@@ -786,7 +812,7 @@ class EngineModel:
 
     def _next_due(self, naive: NaiveRequest, num_tokens: int) -> int:
         """An interval later, or when the blocks of the cap will be full."""
-        config, size = self.layer.config, self.block_size
+        config, size = self._document(naive), self.block_size
         if config.max_blocks_per_request is None:
             return num_tokens + config.evict_interval_tokens
         due = num_tokens - num_tokens % size
@@ -798,7 +824,7 @@ class EngineModel:
 
     def _evictable(self, naive: NaiveRequest, num_tokens: int) -> list[int]:
         """Live tokens that nothing protects: sinks, recent ones, spans of the prompt."""
-        config, prompt = self.layer.config, naive.num_prompt
+        config, prompt = self._document(naive), naive.num_prompt
         spans = naive.options.protect
         return [
             token
@@ -807,8 +833,8 @@ class EngineModel:
             and not any(start <= token < min(end, prompt) for start, end in spans)
         ]
 
-    def _is_tight(self) -> bool:
-        ratio = self.layer.config.evict_free_ratio
+    def _is_tight(self, naive: NaiveRequest) -> bool:
+        ratio = self._document(naive).evict_free_ratio
         return ratio == 1 or self.pool.num_free_blocks() <= ratio * self.num_blocks
 
     def _check_budgets(self, granted: Collection[str]) -> None:
@@ -819,19 +845,18 @@ class EngineModel:
             num_tokens = len(naive.key)
             if req_id in granted and len(naive.slot) == num_tokens:
                 continue  # its blocks of this step are in the prefix cache already
-            if num_tokens >= self._first_due(naive.prefill_end):
+            if num_tokens >= self._first_due(naive):
                 candidates = self._early_candidates(naive)
-                if self._policy_of(naive.options).whole_pages:
+                if self._policy_of(naive).whole_pages:
                     continue
                 assert not candidates or len(naive.slot) <= self._target(naive, num_tokens)
 
     def _may_evict_early(self, naive: NaiveRequest) -> bool:
-        policy = self._policy_of(naive.options)
-        return self.layer.config.evict_free_ratio < 1 and policy.evicts
+        return self._document(naive).evict_free_ratio < 1 and self._policy_of(naive).evicts
 
     def _early_candidates(self, naive: NaiveRequest) -> list[int]:
         """With a policy that needs signals, what the request's last eviction had signals of."""
-        policy, last = self._policy_of(naive.options), naive.last_signals
+        policy, last = self._policy_of(naive), naive.last_signals
         candidates = self._evictable(naive, len(naive.key))
         if not policy.signals:
             return candidates
@@ -848,11 +873,10 @@ class EngineModel:
         self, request: Request, naive: NaiveRequest, signals: RequestSignals | None
     ) -> tuple[int, list[int], bool]:
         """How many tokens must die now, which may, and whether the request is through then."""
-        policy = self._policy_of(naive.options)
-        config = self.layer.config
+        policy, config = self._policy_of(naive), self._document(naive)
         if request.done < naive.next_due:
             return 0, [], False
-        if not self._is_tight():
+        if not self._is_tight(naive):
             self.counts.held += 1
             return 0, [], False
         over = len(naive.slot) > self._target(naive, request.done)
@@ -955,7 +979,7 @@ def act(model: EngineModel, rng: random.Random, trail: deque[str]) -> None:
         "abort": (1, lambda: model.abort(rng.randint(0, 9))),
         "abandon": (1, model.abandon),
         "preempt": (2, lambda: model.preempt(rng.randint(0, 9))),
-        "patch": (2, lambda: model.patch(dict([_random_patch(rng)]))),
+        "patch": (2, lambda: _patch_randomly(model, rng)),
     }
     name = rng.choices(list(actions), [weight for weight, _ in actions.values()])[0]
     trail.append(name)
@@ -997,9 +1021,9 @@ def _add_random_request(model: EngineModel, rng: random.Random) -> None:
     )
 
 
-def _random_patch(rng: random.Random) -> tuple[str, Any]:
+def _patch_randomly(model: EngineModel, rng: random.Random) -> None:
     name, values = rng.choice(PATCHES)
-    return name, rng.choice(values)
+    model.patch({name: rng.choice(values)}, for_new_only=rng.random() < 0.4)
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
