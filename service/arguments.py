@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vllm import envs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -30,7 +31,8 @@ EMBEDDED_DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults for the embedded model on a CPU; a flag or a ``--config`` file beats each."""
 
-_SINGLE_SERVER = "vtoken-serve runs one HTTP server: /metrics and /admin would be wrong or missing"
+_ONE_PORT = "vtoken-serve serves its engines on one port: /metrics and /admin would miss the others"
+_ONE_FRONT = "not together with --api-server-count above 1"
 _OURS_ALONE = "vToken brings its own; use --vtoken-mode off to choose another"
 
 
@@ -57,7 +59,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, VTokenConfig]:
     _refuse_unservable(args, config)
     _apply_engine_args(parser, args, config)
     _validate(args)
-    args.api_server_count = None
+    if args.api_server_count == 1:
+        args.api_server_count = None
     return args, config
 
 
@@ -79,11 +82,32 @@ def _given(parser: FlexibleArgumentParser, args: Namespace, name: str) -> Any:
 
 def _refuse_unservable(args: Namespace, config: VTokenConfig) -> None:
     if args.headless or args.grpc or args.grpc_port is not None:
-        raise UsageError(f"--headless, --grpc and --grpc-port are not served: {_SINGLE_SERVER}")
-    if args.api_server_count not in (None, 1):
-        raise UsageError(f"--api-server-count={args.api_server_count}: {_SINGLE_SERVER}")
+        raise UsageError(f"--headless, --grpc and --grpc-port are not served: {_ONE_PORT}")
     if args.data_parallel_multi_port_external_lb:
-        raise UsageError(f"--data-parallel-multi-port-external-lb: {_SINGLE_SERVER}")
+        raise UsageError(f"--data-parallel-multi-port-external-lb: {_ONE_PORT}")
+    if args.api_server_count not in (None, 1):
+        _refuse_with_several(args)
+
+
+def _refuse_with_several(args: Namespace) -> None:
+    """What several API processes cannot be together with."""
+    if args.api_server_count < 1:
+        raise UsageError(f"--api-server-count={args.api_server_count}: at least 1")
+    for name in (
+        "data_parallel_external_lb",
+        "data_parallel_hybrid_lb",
+        "data_parallel_rank",
+        "data_parallel_start_rank",
+        "enable_elastic_ep",
+        "enable_fault_tolerance",
+    ):
+        value = getattr(args, name, None)
+        if value is not None and value is not False:  # a rank may be 0
+            raise UsageError(f"--{name.replace('_', '-')}: {_ONE_FRONT}")
+    if args.data_parallel_backend == "ray":
+        raise UsageError(f"--data-parallel-backend=ray: {_ONE_FRONT}")
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        raise UsageError(f"VLLM_ALLOW_RUNTIME_LORA_UPDATING: {_ONE_FRONT}, as in vLLM")
 
 
 def _apply_engine_args(

@@ -25,6 +25,7 @@ from service import (
     model_card,
     openai_errors,
     operations,
+    shared_metrics,
     ui,
 )
 from service.auth import AdminGuard
@@ -33,9 +34,10 @@ from service.engine_link import EngineLink
 from service.engines import engine_numbers, utility_call
 from service.operations import Operations
 from service.poller import MetricsPoller
-from service.ready import announce_when_ready
+from service.ready import announce_when_ready, wait_until_started
 from service.request_control import RequestControl
 from service.settings import ServiceSettings, load_service_settings, vllm_api_keys
+from service.shared import Shared, shared_of
 from vtoken.config import VTokenConfig
 
 
@@ -82,15 +84,16 @@ class VTokenEndpointPlugin:
         ``engine_client`` is ``None`` on vLLM's render-only server, which has no engine: then the
         admin routes answer 409 and there is nothing to measure.
         """
-        config = engine_config(engine_client)
+        config, shared = engine_config(engine_client), shared_of(args)
         auth_access.drop_vllm_guard(self._app)
         operated = operations.connect(
             self._app, engine_client, args, self._settings, has_token_layer=config.mode != "off"
         )
-        link = self._make_link(engine_client, config)
+        link = self._make_link(engine_client, config, shared)
         state.vtoken = ServiceState(link, self._guard, operated)
         if self._settings.admin_port is not None:
-            sock = admin_port.bind(self._settings.admin_host, self._settings.admin_port)
+            sock = shared.admin_sock if shared is not None else None
+            sock = sock or admin_port.bind(self._settings.admin_host, self._settings.admin_port)
             state.vtoken.start(admin_port.serve(self._app, args, sock))
         if engine_client is None:
             return
@@ -101,15 +104,22 @@ class VTokenEndpointPlugin:
             engines=engine_numbers(engine_client.engine_core),
             not_ready_codes=operated.not_ready_codes,
             refusals=operated.refusals.totals,
+            store=None if shared is None else shared_metrics.SharedReading(shared.metrics_file),
         )
-        metrics.register(collector, REGISTRY)
-        if config.mode != "off":
+        if shared is None:
+            metrics.register(collector, REGISTRY)
+        else:
+            shared_metrics.attach(self._app, collector)
+        if config.mode != "off" and (shared is None or shared.is_first):
             interval = self._settings.metrics_poll_seconds
             poller = MetricsPoller(state.vtoken.link, collector, interval_seconds=interval)
             state.vtoken.start(poller.run())
         assert operated.watch is not None
         state.vtoken.start(operated.watch.run())
-        state.vtoken.start(announce_when_ready(state, args, model, _in_words(config)))
+        if shared is None:
+            state.vtoken.start(announce_when_ready(state, args, model, in_words(config)))
+        else:
+            state.vtoken.start(_tell_supervisor(state, shared))
 
     def _access_rules(self, app: FastAPI) -> AccessRules:
         args = getattr(app.state, "args", None)
@@ -120,14 +130,17 @@ class VTokenEndpointPlugin:
             has_admin_port=self._settings.admin_port is not None,
         )
 
-    def _make_link(self, engine_client: Any | None, config: VTokenConfig) -> EngineLink:
+    def _make_link(
+        self, engine_client: Any | None, config: VTokenConfig, shared: Shared | None
+    ) -> EngineLink:
         timeout = self._settings.engine_timeout_seconds
         if engine_client is None:
             return EngineLink(_no_engine, mode="off", is_dead=bool, timeout_seconds=timeout)
         return EngineLink(
-            utility_call(engine_client.engine_core),
+            utility_call(engine_client.engine_core, None if shared is None else shared.change_lock),
             mode=config.mode,
             document=config.to_dict(),
+            has_peers=shared is not None,
             is_dead=lambda: bool(engine_client.errored),
             timeout_seconds=timeout,
         )
@@ -144,14 +157,25 @@ def make_plugin() -> VTokenEndpointPlugin:
 
 def engine_config(engine_client: Any | None) -> VTokenConfig:
     """The configuration that the engine was started with; mode ``off`` if it has none of ours."""
-    extra = engine_client.vllm_config.additional_config if engine_client is not None else None
+    return config_of(None if engine_client is None else engine_client.vllm_config)
+
+
+def config_of(vllm_config: Any | None) -> VTokenConfig:
+    """Ours in vLLM's; mode ``off`` if there is none."""
+    extra = None if vllm_config is None else vllm_config.additional_config
     if isinstance(extra, Mapping) and "vtoken" in extra:
         return VTokenConfig.from_dict(extra["vtoken"])
     return VTokenConfig(mode="off", policy="none")
 
 
-def _in_words(config: VTokenConfig) -> str:
+def in_words(config: VTokenConfig) -> str:
+    """For the ready line."""
     return "mode off" if config.mode == "off" else f"mode {config.mode}, policy {config.policy}"
+
+
+async def _tell_supervisor(state: Any, shared: Shared) -> None:
+    await wait_until_started(state)
+    shared.started.add()
 
 
 async def _no_engine(*_: object) -> Any:

@@ -8,6 +8,7 @@ call can go wrong into an :class:`~service.errors.AdminError`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -56,7 +57,8 @@ class EngineLink:
 
     Attributes:
         mode: of the token layer.
-        document: the policy document, as last seen here. All changes pass through this object.
+        document: the policy document, as last seen here. All changes pass through this object,
+            unless it has peers in other processes: then :meth:`refresh` it before use.
 
     Every method raises:
         ModeOffError: the engine runs in mode ``off``.
@@ -72,6 +74,7 @@ class EngineLink:
         is_dead: Callable[[], bool],
         timeout_seconds: float,
         document: Mapping[str, Any] = MappingProxyType({}),
+        has_peers: bool = False,
     ) -> None:
         """Connect.
 
@@ -81,9 +84,11 @@ class EngineLink:
             is_dead: whether the engine is known to have died.
             timeout_seconds: for each call.
             document: the policy document at the start.
+            has_peers: whether other processes change the document, too.
         """
         self.mode = mode
         self.document = dict(document)
+        self._has_peers = has_peers
         self._call = call
         self._is_dead = is_dead
         self._timeout_seconds = timeout_seconds
@@ -95,6 +100,12 @@ class EngineLink:
     async def get_policy(self) -> dict[str, Any]:
         """``{"version", "document", "mode"}``; does not mutate."""
         return self._seen(await self._request("get_policy", dict))
+
+    async def refresh(self) -> None:
+        """See what others may have changed; if the engine does not answer, what was seen stays."""
+        if self._has_peers and self.mode != "off":
+            with contextlib.suppress(AdminError):
+                await self.get_policy()
 
     async def set_policy(
         self, changes: Mapping[str, Any], options: ChangeOptions = ChangeOptions()

@@ -13,7 +13,10 @@ document, and balances requests over them. Calls go to all of them, and the answ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from multiprocessing.synchronize import Lock
 from typing import Any
 
 from service.engine_link import UTILITY_NAME, UtilityCall
@@ -31,13 +34,20 @@ _COMMON = ("effective_theta_f", "relocation_disabled")
 
 _RECEIPT_COUNTS = ("num_sequences", "evicted_tokens", "live_tokens", "freed_blocks")
 
+LOCK_SECONDS = 30.0
+"""Longer than any change takes; a process that died with the lock takes the server down anyway."""
 
-def utility_call(engine_core: Any) -> UtilityCall:
-    """vLLM's utility call to the engine, or to all of them with their answers made one."""
+
+def utility_call(engine_core: Any, change_lock: Lock | None = None) -> UtilityCall:
+    """vLLM's utility call to the engine, or to all of them with their answers made one.
+
+    ``change_lock`` keeps changes from several processes apart: else engines might see two of them
+    in different orders. One engine needs no such help.
+    """
     if len(getattr(engine_core, "core_engines", ())) < 2:
         call: UtilityCall = engine_core.call_utility_async
         return call
-    return AllEngines(engine_core.call_utility_all_async)
+    return AllEngines(engine_core.call_utility_all_async, change_lock)
 
 
 def engine_numbers(engine_core: Any) -> tuple[str, ...]:
@@ -50,10 +60,12 @@ class AllEngines:
 
     Args:
         call_all: vLLM's call that returns one answer per engine, in their order.
+        change_lock: held while their policy documents are changed, if other processes do so, too.
     """
 
-    def __init__(self, call_all: UtilityCall) -> None:
+    def __init__(self, call_all: UtilityCall, change_lock: Lock | None = None) -> None:
         self._call_all = call_all
+        self._change_lock = change_lock
 
     async def __call__(self, method: str, *args: Any) -> Reply:
         """As ``call_utility_async``; an error of one engine is the answer."""
@@ -62,17 +74,34 @@ class AllEngines:
         if method != UTILITY_NAME:
             raise ValueError(f"no rule for the answers of several engines to {method!r}")
         op, payload = args
-        if op in _CHANGES and not payload.get("dry_run"):
+        if op not in _CHANGES or payload.get("dry_run"):
+            return await self._merged(method, op, payload)
+        async with _held(self._change_lock):
             # All or none: bounds may depend on an engine's pool.
             trial = await self._call_all(method, op, {**payload, "dry_run": True})
-            if (refusal := _refusal(trial)) is not None:
-                return refusal
+            refusal = _refusal(trial)
+            return refusal if refusal is not None else await self._merged(method, op, payload)
+
+    async def _merged(self, method: str, op: str, payload: Any) -> Reply:
         replies = await self._call_all(method, op, payload)
         refusal = _refusal(replies)
         if refusal is not None:
             return refusal
         merge = _MERGED.get(op, _first)
         return {"ok": merge([reply["ok"] for reply in replies])}
+
+
+@asynccontextmanager
+async def _held(lock: Lock | None) -> AsyncIterator[None]:
+    if lock is None:
+        yield
+        return
+    is_held = await asyncio.to_thread(lock.acquire, True, LOCK_SECONDS)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
 
 
 def _refusal(replies: Sequence[Reply]) -> Reply | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
@@ -37,30 +36,35 @@ class Limits:
     def __init__(self, app: ASGIApp, *, rules: LimitRules) -> None:
         self._app = app
         self._rules = rules
-        self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if not is_work(scope):
             await self._app(scope, receive, send)
             return
-        key = _key_of(scope)
-        if (refusal := self._no_room(scope, key)) is not None:
+        most = self._rules.max_requests_per_key
+        if not most:
+            await self._queued(scope, receive, send)
+            return
+        key, opened = _key_of(scope), scope["app"].state.vtoken.operations.open_requests
+        if not opened.enter(key, most):
+            text = f"this key has {most} open requests, and may have no more"
+            refusal = error_response(429, text, retry_after=1)
+            await _counted(scope, "max_requests_per_key", refusal)(scope, receive, send)
+            return
+        try:
+            await self._queued(scope, receive, send)
+        finally:
+            opened.leave(key)
+
+    async def _queued(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (refusal := self._too_long_queue(scope)) is not None:
             await refusal(scope, receive, send)
             return
-        self._open[key] += 1
-        try:
-            await self._checked(scope, receive, send)
-        finally:
-            self._open[key] -= 1
-            if not self._open[key]:
-                del self._open[key]
+        await self._checked(scope, receive, send)
 
-    def _no_room(self, scope: Scope, key: str) -> JSONResponse | None:
+    def _too_long_queue(self, scope: Scope) -> JSONResponse | None:
         rules = self._rules
-        if rules.max_requests_per_key and self._open[key] >= rules.max_requests_per_key:
-            text = f"this key has {self._open[key]} open requests, and may have no more"
-            return _counted(scope, "max_requests_per_key", error_response(429, text, retry_after=1))
         if rules.max_queue_seconds:
             wait = scope["app"].state.vtoken.operations.queue.wait_seconds()
             if wait > rules.max_queue_seconds:

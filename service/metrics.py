@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -71,6 +72,33 @@ SERVICE_METRICS: tuple[MetricSpec, ...] = (
 _Samples = list[tuple[Sequence[str], Any]]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What is known of the engine's statistics.
+
+    Attributes:
+        reply: the engine's last snapshot.
+        policies: that were ever in force; a series that was shown once never vanishes.
+        updated: when it was read, monotonic seconds.
+        num_failures: readings that brought none.
+    """
+
+    reply: Mapping[str, Any]
+    policies: Sequence[str]
+    updated: float
+    num_failures: int = 0
+
+
+class ReadingStore(Protocol):
+    """Where one process puts its readings for all that answer scrapes."""
+
+    def write(self, reading: Reading) -> None:
+        """Keep it, in place of the one before."""
+
+    def read(self) -> Reading | None:
+        """The last one, if there is any."""
+
+
 class VTokenCollector(Collector):
     """Prometheus collector over the last snapshot of each engine.
 
@@ -81,6 +109,7 @@ class VTokenCollector(Collector):
         engines: values of that label, one for each engine behind this server.
         not_ready_codes: why the server is not ready now, of ``service.health.CODES``.
         refusals: how many requests were refused, by ``service.refusals.REASONS``.
+        store: for readings, where several processes answer scrapes; all show what is in it.
         clock: monotonic seconds.
     """
 
@@ -92,6 +121,7 @@ class VTokenCollector(Collector):
         engines: Sequence[str] = ("0",),
         not_ready_codes: Callable[[], Collection[str]] = tuple,
         refusals: Callable[[], Mapping[str, int]] = dict,
+        store: ReadingStore | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._not_ready_codes = not_ready_codes
@@ -99,12 +129,11 @@ class VTokenCollector(Collector):
         self._model_name = model_name
         self._engines = engines
         self._clock = clock
-        self._updated = clock()
-        self._num_failures = 0
+        self._store = store
         self._is_off = config["mode"] == "off"
-        self._policies: tuple[str, ...] = ()  # a series that was shown once never vanishes
         nothing = {"stats": {}, "config": config, "policy_version": 0}
-        self._families = self._build({"engines": [nothing] * len(engines)})
+        first = {"engines": [nothing] * len(engines)}
+        self._reading = Reading(first, [config["policy"]], clock())
 
     def update(self, reply: Mapping[str, Any]) -> None:
         """Show the engine's ``snapshot`` reply from now on.
@@ -112,12 +141,20 @@ class VTokenCollector(Collector):
         Raises:
             KeyError, TypeError, ValueError: it has not the agreed form; the last stays.
         """
-        self._families = self._build(reply)
-        self._updated = self._clock()
+        in_force = [engine["config"]["policy"] for engine in reply.get("engines", [reply])]
+        policies = list(dict.fromkeys([*self._reading.policies, *in_force]))
+        reading = replace(self._reading, reply=reply, policies=policies, updated=self._clock())
+        self._build(reading)  # raises here, not at the next scrape
+        self._keep(reading)
 
     def count_failure(self) -> None:
         """Count a reading that brought no snapshot."""
-        self._num_failures += 1
+        self._keep(replace(self._reading, num_failures=self._reading.num_failures + 1))
+
+    def _keep(self, reading: Reading) -> None:
+        self._reading = reading
+        if self._store is not None:
+            self._store.write(reading)
 
     def describe(self) -> Iterator[Metric]:
         """The families' names, for the registry; see :meth:`collect`."""
@@ -125,7 +162,9 @@ class VTokenCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families, as of the last snapshot."""
-        yield from self._families
+        stored = None if self._store is None else self._store.read()
+        reading = stored or self._reading
+        yield from self._build(reading)
         num_engines = len(self._engines)
         codes = self._not_ready_codes()
         not_ready: _Samples = [((code,), float(code in codes)) for code in CODES]
@@ -134,19 +173,17 @@ class VTokenCollector(Collector):
         by_reason: _Samples = [((reason,), refused.get(reason, 0)) for reason in REASONS]
         yield self._family(REFUSED, [by_reason, *[[]] * (num_engines - 1)])
         if not self._is_off:
-            age = self._clock() - self._updated
+            age = self._clock() - reading.updated
             # All engines are read in one call.
-            yield self._family(POLL_FAILURES, [[((), self._num_failures)]] * num_engines)
+            yield self._family(POLL_FAILURES, [[((), reading.num_failures)]] * num_engines)
             yield self._family(SNAPSHOT_AGE, [[((), age)]] * num_engines)
 
-    def _build(self, reply: Mapping[str, Any]) -> list[Metric]:
-        engines = reply.get("engines", [reply])
+    def _build(self, reading: Reading) -> list[Metric]:
+        engines = reading.reply.get("engines", [reading.reply])
         families = [self._family(POLICY_INFO, [_policy_info(engine) for engine in engines])]
         if not self._is_off:
-            in_force = [engine["config"]["policy"] for engine in engines]
-            self._policies = tuple(dict.fromkeys([*self._policies, *in_force]))
             for spec in METRICS.values():
-                samples = [_samples(spec, engine["stats"], self._policies) for engine in engines]
+                samples = [_samples(spec, engine["stats"], reading.policies) for engine in engines]
                 families.append(self._family(spec, samples))
         return families
 

@@ -16,7 +16,8 @@ _HEAD = """\
 `GET /metrics` gives these families beside vLLM's own `vllm:*`. All carry the labels {labels}
 with the same values as vLLM's; further labels are in the tables. Every family is present from
 the first scrape, with value zero. In mode `off` only `vtoken_policy_info`, `vtoken_not_ready`
-and `vtoken_refused_requests_total` are.
+and `vtoken_refused_requests_total` are. Of a server with several API processes every scrape shows
+the whole ([how](operations.md#several-api-processes)).
 """
 _COLUMNS = "| Name | Labels | Meaning |\n| --- | --- | --- |\n"
 _KINDS = (("gauge", "Gauges"), ("counter", "Counters"), ("histogram", "Histograms"))

@@ -21,9 +21,11 @@ from service.gate import RequestGate
 from service.generation import Generation
 from service.health import HealthRules, Verdict
 from service.limits import LimitRules, Limits
+from service.open_requests import LocalOpenRequests, OpenRequests
 from service.pulse import PulseWatch
 from service.refusals import Refusals
 from service.settings import ServiceSettings
+from service.shared import shared_of
 
 HURRY_SECONDS = 3
 """For connections to close after their requests were cut off."""
@@ -37,6 +39,7 @@ class Operations:
         drain: counts open requests, and knows whether the server is stopping.
         queue: how long a new request would wait.
         refusals: counts what is turned away.
+        open_requests: counts what each key has open.
         rules: bounds of the probes.
         watch: listens to the engine; None where there is none.
     """
@@ -44,6 +47,7 @@ class Operations:
     drain: Drain = field(default_factory=lambda: Drain(0))
     queue: QueueEstimate = field(default_factory=QueueEstimate)
     refusals: Refusals = field(default_factory=Refusals)
+    open_requests: OpenRequests = field(default_factory=LocalOpenRequests)
     rules: HealthRules = field(default_factory=HealthRules)
     watch: PulseWatch | None = None
 
@@ -92,6 +96,10 @@ def connect(
     stack = app.middleware_stack or app.build_middleware_stack()
     timeout = settings.request_timeout_seconds
     operations = Operations(drain, rules=rules)
+    if (shared := shared_of(args)) is not None:
+        operations.queue = QueueEstimate(shared.sent)
+        operations.refusals = Refusals(shared.refused)
+        operations.open_requests = shared.open_requests()
     refusals = operations.refusals
     app.middleware_stack = RequestGate(
         stack, drain=drain, refusals=refusals, timeout_seconds=timeout

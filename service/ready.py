@@ -20,14 +20,24 @@ async def announce_when_ready(state: Any, args: Namespace, model: str, token_lay
         model: the served model name.
         token_layer: mode and policy, in words.
     """
+    await wait_until_started(state)
+    print(ready_text(args, bound_port(state.server), model, token_layer), flush=True)
+
+
+async def wait_until_started(state: Any) -> None:
+    """Until vLLM's HTTP server, which it puts on the app's ``state``, accepts connections."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(_INTERVAL_SECONDS)
-    print(ready_text(args, bound_port(state.server), model, token_layer), flush=True)
 
 
 def bound_port(server: Any) -> int | None:
     """The port that a uvicorn server listens on; ``None`` for a Unix socket."""
-    address = server.servers[0].sockets[0].getsockname()
+    return port_of(server.servers[0].sockets[0])
+
+
+def port_of(sock: Any) -> int | None:
+    """The port that a socket is bound to; ``None`` for a Unix socket."""
+    address = sock.getsockname()
     return int(address[1]) if isinstance(address, tuple) else None
 
 

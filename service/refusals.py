@@ -1,11 +1,13 @@
-"""Counts the requests that this server turned away or ended early, by the reason.
+"""Counts the requests that the server turned away or ended early, by the reason.
 
 A reason that is a setting has its name, so that whoever sees the count knows what to change.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
+
+from service.tally import Tally
 
 REASONS = (
     "draining",
@@ -21,16 +23,20 @@ REASONS = (
 
 
 class Refusals:
-    """One for each server; the event loop's thread counts."""
+    """The event loop's thread counts.
 
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+    Args:
+        counts: of every reason, where other processes count, too.
+    """
+
+    def __init__(self, counts: Mapping[str, Tally] | None = None) -> None:
+        self._counts = counts or {reason: Tally() for reason in REASONS}
 
     def count(self, reason: str) -> None:
         """One more; ``reason`` is of :data:`REASONS`."""
         assert reason in REASONS, reason
-        self._counts[reason] += 1
+        self._counts[reason].add()
 
     def totals(self) -> dict[str, int]:
         """Of every reason, since the start."""
-        return {reason: self._counts[reason] for reason in REASONS}
+        return {reason: self._counts[reason].total() for reason in REASONS}

@@ -58,6 +58,7 @@ class RequestControl:
             await self._app(scope, replay(messages, receive), send)
             return
         state = scope["app"].state.vtoken
+        await state.link.refresh()
         try:
             document, options = read_options(body, state.link, path)
         except ConfigError as error:

@@ -16,7 +16,8 @@ import signal
 import socket
 import ssl
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import uvloop
@@ -66,8 +67,7 @@ def run(argv: Sequence[str], folder: StartFolder) -> int:
         StartError: vLLM refused the model or the configuration, or the engine did not start.
         SystemExit: stopped by a signal while starting (128 + its number), or vLLM's parser.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # until vLLM's HTTP server handles them
-        signal.signal(number, _leave)
+    leave_on_signals()
     cli_env_setup()
     args, _ = arguments.parse(argv)
     _configure_log(args, folder)
@@ -75,7 +75,11 @@ def run(argv: Sequence[str], folder: StartFolder) -> int:
     if args.model is None:
         args.model = str(ensure_embedded_model())
     args.otlp_traces_endpoint = args.otlp_traces_endpoint or trace_endpoint()
-    return uvloop.run(_serve(args, folder.progress))
+    if args.api_server_count:
+        from service import supervisor  # which is made of what is here
+
+        return supervisor.run(args, folder)
+    return uvloop.run(_serve_alone(args, folder.progress))
 
 
 def _configure_log(args: Namespace, folder: StartFolder) -> None:
@@ -83,12 +87,19 @@ def _configure_log(args: Namespace, folder: StartFolder) -> None:
     if hasattr(args, "log_level"):
         folder.configure_log(args.log_level)
     config = configure_logging_from_args(args)
-    decorate_logs("APIServer")
-    if config.pylogging_config_file != str(folder.log_file):
-        _share_vllm_log("service", "vtoken")
-    if args.disable_uvicorn_access_log:
-        logging.getLogger("service.access").setLevel(logging.WARNING)
+    args.vtoken_has_own_log = config.pylogging_config_file == str(folder.log_file)
+    args.vtoken_access_log = not args.disable_uvicorn_access_log
     args.disable_uvicorn_access_log = True  # service.gate writes that line, and knows more
+    name_log(args, "APIServer")
+
+
+def name_log(args: Namespace, process_name: str) -> None:
+    """Put this process's name on its lines, and drop those that nobody wants."""
+    decorate_logs(process_name)
+    if not args.vtoken_has_own_log:
+        _share_vllm_log("service", "vtoken")
+    if not args.vtoken_access_log:
+        logging.getLogger("service.access").setLevel(logging.WARNING)
 
 
 def check_port_is_free(args: Namespace) -> None:
@@ -114,24 +125,65 @@ def check_engine_config(args: Namespace) -> None:
     """
     if args.model is None:
         args.model = str(ensure_embedded_model())
-    _engine_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    make_engine_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
-async def _serve(args: Namespace, progress: StartProgress) -> int:
-    address, sock = _bind(args)
-    seconds = args.shutdown_timeout or load_service_settings().drain_seconds
-    args.vtoken_drain = drain = Drain(seconds)
+async def _serve_alone(args: Namespace, progress: StartProgress) -> int:
+    address, sock = bind(args)
+    seconds = take_drain_seconds(args)
+
+    async def start(stack: contextlib.AsyncExitStack) -> Any:
+        with answering(sock, progress, tls_context(args)):
+            return await _start_engine(stack, args)
+
+    return await serve(start, Listening(address, sock), args, seconds)
+
+
+def take_drain_seconds(args: Namespace) -> float:
+    """How long a stop waits for open requests; mutates ``args``, where vLLM looks for it."""
+    seconds: float = args.shutdown_timeout or load_service_settings().drain_seconds
     args.shutdown_timeout = math.ceil(seconds)
+    return seconds
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where to serve; ``peer_loads`` are vLLM's, of the processes that share the socket."""
+
+    address: str
+    sock: socket.socket
+    peer_loads: tuple[MutableSequence[int], int] | None = None
+
+
+async def serve(
+    start: Callable[[contextlib.AsyncExitStack], Awaitable[Any]],
+    where: Listening,
+    args: Namespace,
+    drain_seconds: float,
+) -> int:
+    """Serve an engine until stopped; closes the socket.
+
+    Args:
+        start: gives the engine's client, which the stack shuts down.
+        where: the socket.
+        args: vLLM's; mutated.
+        drain_seconds: for open requests.
+
+    Returns:
+        The exit code; see :func:`run`.
+    """
+    args.vtoken_drain = drain = Drain(drain_seconds)
     try:
         async with contextlib.AsyncExitStack() as stack:
-            with answering(sock, progress, _tls(args)):
-                client = await _start_engine(stack, args)
+            client = await start(stack)
             stop = _StopRecorder(client)
-            http_shutdown = await build_and_serve(client, address, sock, args)
+            http_shutdown = await build_and_serve(
+                client, where.address, where.sock, args, where.peer_loads
+            )
             was_requested = stop.was_requested  # leaving the block calls shutdown in any case
         await http_shutdown
     finally:
-        sock.close()
+        where.sock.close()
     if drain.aborted_by:
         return 128 + drain.aborted_by
     if was_requested:
@@ -154,7 +206,7 @@ def answering(
         progress.remove()
 
 
-def _tls(args: Namespace) -> ssl.SSLContext | None:
+def tls_context(args: Namespace) -> ssl.SSLContext | None:
     """As uvicorn will make it."""
     if not (args.ssl_keyfile and args.ssl_certfile):
         return None
@@ -171,14 +223,19 @@ def _tls(args: Namespace) -> ssl.SSLContext | None:
 
 async def _start_engine(stack: contextlib.AsyncExitStack, args: Namespace) -> Any:
     """The engine's client, which ``stack`` shuts down."""
-    context = build_async_engine_client_from_engine_args(_engine_args(args))
+    context = build_async_engine_client_from_engine_args(make_engine_args(args))
     try:
         return await stack.enter_async_context(context)
     except RuntimeError as error:  # the engine process has printed its own reason
         raise StartError(f"the engine did not start: {error}") from error
 
 
-def _bind(args: Namespace) -> tuple[str, socket.socket]:
+def bind(args: Namespace) -> tuple[str, socket.socket]:
+    """The address in words, and a socket bound to it.
+
+    Raises:
+        UsageError: it is taken or cannot be bound.
+    """
     try:
         address, sock = setup_server(args, reuse_port=False)
     except OSError as error:
@@ -205,7 +262,12 @@ class _CheckedEngineArgs(AsyncEngineArgs):
         return config
 
 
-def _engine_args(args: Namespace) -> _CheckedEngineArgs:
+def make_engine_args(args: Namespace) -> AsyncEngineArgs:
+    """vLLM's, checked.
+
+    Raises:
+        StartError: vLLM refused a setting.
+    """
     with _vllm_refusals():
         engine_args: _CheckedEngineArgs = _CheckedEngineArgs.from_cli_args(args)
     propagate_flash_late_interaction(args, engine_args)
@@ -259,6 +321,12 @@ def _bind_error(args: Namespace, error: Exception) -> UsageError:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return UsageError(f"{where} is already in use; choose another port with --port")
     return UsageError(f"cannot listen on {where}: {error}")
+
+
+def leave_on_signals() -> None:
+    """Until vLLM's HTTP server handles them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
 
 
 def _leave(number: int, _: object) -> NoReturn:

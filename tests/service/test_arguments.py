@@ -89,7 +89,14 @@ def test_mode_off_is_stock(arguments):
     [
         (["--scheduler-cls", "a.B"], "--scheduler-cls=a.B"),
         (["--worker-cls", "a.B"], "--worker-cls=a.B"),
-        (["--api-server-count", "2"], "--api-server-count=2"),
+        (["--api-server-count", "0"], "--api-server-count=0"),
+        (["--api-server-count", "2", "--headless"], "--headless"),
+        (["--api-server-count", "2", "--data-parallel-rank", "0"], "--data-parallel-rank"),
+        (["--api-server-count", "2", "--data-parallel-external-lb"], "external-lb"),
+        (["--api-server-count", "2", "--data-parallel-hybrid-lb"], "hybrid-lb"),
+        (["--api-server-count", "2", "--enable-elastic-ep"], "--enable-elastic-ep"),
+        (["--api-server-count", "2", "--data-parallel-backend", "ray"], "--data-parallel-backend"),
+        (["--data-parallel-multi-port-external-lb"], "--data-parallel-multi-port-external-lb"),
         (["--headless"], "--headless"),
         (["--grpc"], "--grpc"),
         (["org/model", "--enable-auto-tool-choice"], "requires --tool-call-parser"),
@@ -99,6 +106,16 @@ def test_what_cannot_be_served_is_refused(arguments, argv, expected):
     """In one sentence that repeats the flag."""
     with pytest.raises(UsageError, match=expected):
         arguments.parse(argv)
+
+
+def test_several_api_processes(arguments, monkeypatch):
+    """One is the same as none named; adapters that come and go would reach one process only."""
+    assert arguments.parse(["--api-server-count", "2"])[0].api_server_count == 2
+    assert arguments.parse(["--api-server-count", "1"])[0].api_server_count is None
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    arguments.parse([])
+    with pytest.raises(UsageError, match="LORA"):
+        arguments.parse(["--api-server-count", "2"])
 
 
 def test_config_file_gives_flags_of_both(arguments, tmp_path):

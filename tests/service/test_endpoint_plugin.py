@@ -6,6 +6,7 @@ import asyncio
 from argparse import Namespace
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from service import endpoint_plugin
 from service.endpoint_plugin import VTokenEndpointPlugin, engine_config, make_plugin
 from service.ready import bound_port, ready_text
+from service.shared import make_shared
 from vtoken.config import VTokenConfig
 
 ARGS = {"host": "127.0.0.1", "uds": None, "root_path": None, "ssl_keyfile": None}
@@ -135,6 +137,38 @@ def test_ready_line_waits_for_the_server(engine, registry, capsys):
     ready, example = capsys.readouterr().out.splitlines()
     assert ready.startswith("vtoken-serve ready on http://127.0.0.1:8123 (model served, mode lazy")
     assert example.strip().startswith("curl http://127.0.0.1:8123/v1/chat/completions")
+
+
+@pytest.mark.parametrize(("index", "polls"), [(0, True), (1, False)])
+def test_one_of_several_processes_reads_the_statistics(
+    engine, registry, capsys, tmp_path, monkeypatch, index, polls
+):
+    """Each tells the supervisor that it serves, and prints nothing; all answer scrapes."""
+    (tmp_path / "metrics").mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "metrics"))
+    shared = make_shared(2, tmp_path)
+    shared.index = index
+    app, plugin = FastAPI(), make_plugin()
+    plugin.attach_router(app)
+    state = SimpleNamespace(server=make_server(8001))
+
+    async def run() -> None:
+        client = make_client(engine, VTokenConfig())
+        await plugin.init_state(client, state, make_args(vtoken_shared=shared))
+        async with asyncio.timeout(30):
+            while not shared.started.total() or (polls and not shared.metrics_file.exists()):
+                await asyncio.sleep(0.01)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as door:
+            assert "vtoken_waste_ratio{" in (await door.get("/metrics")).text
+        for task in state.vtoken.tasks:
+            task.cancel()
+
+    asyncio.run(run())
+    assert capsys.readouterr().out == ""
+    assert ("snapshot" in [op for op, _ in engine.calls]) == polls
+    assert generate_latest(registry) == b""
+    assert state.vtoken.operations.refusals.totals().keys() == shared.refused.keys()
 
 
 def test_server_without_engine_is_left_alone(registry):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from service.engine_link import EngineLink
 from service.errors import (
     EngineFaultError,
     EngineGoneError,
@@ -103,3 +104,24 @@ def test_rejection_bounds_what_it_repeats(make, engine):
         call(make.link(engine))
     assert len(caught.value.details["value"]) < 1100
     assert caught.value.details["field"] == "policy"
+
+
+def test_document_is_refreshed_only_where_others_change_it(make, engine):
+    """One question then; a link that stands alone, or in mode off, asks nobody."""
+    for mode, has_peers, num_calls in (("lazy", False, 0), ("off", True, 0), ("lazy", True, 1)):
+        engine.calls.clear()
+        link = EngineLink(
+            engine.call_utility_async,
+            mode=mode,
+            is_dead=bool,
+            timeout_seconds=5,
+            document={"sink_tokens": 4},
+            has_peers=has_peers,
+        )
+        engine.config = engine.config.patched({"sink_tokens": 9})
+        call(link, "refresh")
+        assert len(engine.calls) == num_calls
+        assert link.document["sink_tokens"] == (9 if num_calls else 4)
+    engine.error = Exception("no answer")
+    call(link, "refresh")
+    assert link.document["sink_tokens"] == 9, "what was seen stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,3 +223,35 @@ def test_calls_without_a_rule_are_a_bug():
     """Rather than the first engine's answer for all."""
     with pytest.raises(ValueError, match="profile"):
         run(AllEngines(None)("profile"))
+
+
+def test_changes_from_several_processes_do_not_mix() -> None:
+    """Each holds the lock over trial and change, so all engines see them in one order."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    engines = [Engine(POOL), Engine(POOL)]
+    seen: list[tuple[int, bool]] = []
+
+    async def call_all(method: str, op: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        seen.append((payload["changes"]["headroom_blocks"], lock.acquire(block=False)))
+        await asyncio.sleep(0.01)
+        return [engine.answer(op, payload) for engine in engines]
+
+    def payload(blocks: int, dry_run: bool = False) -> dict[str, Any]:
+        changes = {"headroom_blocks": blocks}
+        return {"changes": changes, "expected_version": None, "dry_run": dry_run}
+
+    async def run() -> None:
+        processes = [AllEngines(call_all, lock) for _ in range(2)]
+        await asyncio.gather(
+            *(p("vtoken_call", "set_policy", payload(n)) for n, p in enumerate(processes, 5))
+        )
+
+    asyncio.run(run())
+    first, second = dict.fromkeys(blocks for blocks, _ in seen)
+    assert [blocks for blocks, _ in seen] == [first, first, second, second]
+    assert not any(was_free for _, was_free in seen)
+    assert {engine.document["headroom_blocks"] for engine in engines} == {second}
+    assert lock.acquire(block=False), "released in the end"
+    lock.release()
+    asyncio.run(AllEngines(call_all, lock)("vtoken_call", "set_policy", payload(9, dry_run=True)))
+    assert seen[-1] == (9, True), "a preview needs no lock"

@@ -104,13 +104,13 @@ def test_tls_is_spoken_where_the_server_will(
 ) -> None:
     """Probes with scheme HTTPS are answered, and plain text harms nobody."""
     x509 = pytest.importorskip("cryptography.x509")
-    from service.server import _tls
+    from service.server import tls_context
 
     make_certificate(x509, tmp_path)
     names = ("keyfile", "certfile", "cert_reqs", "ca_certs", "ciphers")
     values = (tmp_path / "key", tmp_path / "cert", int(ssl.CERT_NONE), None, "TLSv1")
     args = SimpleNamespace(**{f"ssl_{n}": v for n, v in zip(names, values, strict=True)})
-    with answering(sock, progress, _tls(args)):
+    with answering(sock, progress, tls_context(args)):
         with pytest.raises(httpx.TransportError):
             httpx.get(url_of(sock) + "/health/live")
         url = url_of(sock).replace("http:", "https:")
