@@ -173,7 +173,11 @@ def _patched(of: Any, **attributes: Any) -> Iterator[None]:
 
 def _copy_off_by_one(device: Device, runner: Any) -> Any:
     """The relocation kernel reads the neighbour."""
-    return _patched(device, move=lambda family, src, dst: move_by_kernel(family, src - 1, dst))
+
+    def move(family: Any, src: Any, dst: Any) -> None:
+        move_by_kernel(family, (src + 1) % family.layers[0].num_slots, dst)
+
+    return _patched(device, move=move)
 
 
 def _copy_too_much(device: Device, runner: Any) -> Any:

@@ -126,6 +126,11 @@ class VTokenGPUModelRunner(TokenLayerRunnerV2, GPUModelRunner):
         self.gpu = make_gpu_core(rows, caches, layers, groups, capture, tools, other_ranks())
         return self.gpu.worker
 
+    def shutdown(self) -> None:
+        """See :meth:`TokenLayerRunner.shutdown`."""
+        self.gpu = None
+        super().shutdown()
+
     def _sampled(self, names: list[str]) -> list[str]:
         """Layers whose queries are observed: fixed from here on."""
         config = vtoken_config(self.vllm_config)

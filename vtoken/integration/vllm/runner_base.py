@@ -34,9 +34,10 @@ class TokenLayerRunner:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """Finish outstanding copies, then vLLM's own shutdown."""
+        """Finish outstanding copies and let go of the cache, then vLLM's own shutdown."""
         if self._core is not None:
             self._core.close()
+            self._core = None
         super().shutdown()  # type: ignore[misc]
 
     @property
