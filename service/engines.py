@@ -3,12 +3,14 @@
 With ``--data-parallel-size`` vLLM runs several engines, each with its own pool, tables and policy
 document, and balances requests over them. Calls go to all of them, and the answers become one:
 
-    policy document    the same everywhere: a change is tried on every engine before it is made
+    policy document    the same everywhere: a change is tried on every engine before it is made.
+                       A violation that stops relocation changes one engine's alone: then no version
+                       is that of all, and a change that makes them equal makes versions equal, too
     state              pools summed, requests of all engines with the number of theirs
     snapshot           of every engine; metrics have the label ``engine``
     receipts           sums: sequences of one answer may have run anywhere
     pulse              sums: an engine that hangs answers nobody
-    blocks             the first engine's
+    blocks             the first engine's, and all of them under ``engines``
 """
 
 from __future__ import annotations
@@ -74,13 +76,27 @@ class AllEngines:
         if method != UTILITY_NAME:
             raise ValueError(f"no rule for the answers of several engines to {method!r}")
         op, payload = args
-        if op not in _CHANGES or payload.get("dry_run"):
+        if op not in _CHANGES:
             return await self._merged(method, op, payload)
+        if payload.get("dry_run"):
+            _, answer = await self._tried(method, op, payload)
+            return answer
         async with _held(self._change_lock):
             # All or none: bounds may depend on an engine's pool.
-            trial = await self._call_all(method, op, {**payload, "dry_run": True})
-            refusal = _refusal(trial)
-            return refusal if refusal is not None else await self._merged(method, op, payload)
+            trial, answer = await self._tried(method, op, payload)
+            if "ok" not in answer:
+                return answer
+            made = {**payload, "expected_version": None, "next_version": _next_version(trial)}
+            return await self._merged(method, op, made)
+
+    async def _tried(self, method: str, op: str, payload: Any) -> tuple[Sequence[Reply], Reply]:
+        """Every engine's answer to a dry run, and the whole's: a preview or a refusal."""
+        tried = {**payload, "expected_version": None, "dry_run": True}
+        replies = await self._call_all(method, op, tried)
+        refusal = _refusal(replies) or _conflict(replies, payload.get("expected_version"))
+        if refusal is not None:
+            return replies, refusal
+        return replies, {"ok": _merged_preview([reply["ok"] for reply in replies])}
 
     async def _merged(self, method: str, op: str, payload: Any) -> Reply:
         replies = await self._call_all(method, op, payload)
@@ -108,6 +124,29 @@ def _refusal(replies: Sequence[Reply]) -> Reply | None:
     return next((reply for reply in replies if "ok" not in reply), None)
 
 
+def _conflict(replies: Sequence[Reply], expected: int | None) -> Reply | None:
+    """A refusal unless every engine's document is at the expected version."""
+    versions = [reply["ok"]["version"] for reply in replies]
+    if expected is None or set(versions) == {expected}:
+        return None
+    if len(set(versions)) == 1:
+        text = f"policy is at version {versions[0]}, the change expects {expected}"
+    else:
+        each = ", ".join(f"engine {i} at {version}" for i, version in enumerate(versions))
+        text = (
+            f"the engines' documents differ, {each}, and the change expects {expected}: "
+            "one without If-Match reaches all of them"
+        )
+    return {"error": {"type": "VersionConflict", "message": text}}
+
+
+def _next_version(trial: Sequence[Reply]) -> int | None:
+    """The same for all engines if the change makes their documents equal; None: each its own."""
+    found = [reply["ok"] for reply in trial]
+    is_same = all(one["document"] == found[0]["document"] for one in found)
+    return max(one["version"] for one in found) + 1 if is_same else None
+
+
 def merged_pulse(pulses: Sequence[Reply]) -> Reply:
     """Sums; relocation is disabled where any engine says so."""
     disabled = [p["relocation_disabled"] for p in pulses if p.get("relocation_disabled")]
@@ -122,6 +161,18 @@ def merged_pulse(pulses: Sequence[Reply]) -> Reply:
 
 def _first(results: Sequence[Any]) -> Any:
     return results[0]
+
+
+def _merged_policy(results: Sequence[Reply]) -> Reply:
+    """The first engine's; with ``engines``, all of them, if one has changed by itself."""
+    same = all(one == results[0] for one in results)
+    return results[0] if same else {**results[0], "engines": list(results)}
+
+
+def _merged_blocks(results: Sequence[Reply]) -> Reply:
+    """The dearest map decides how often they are drawn."""
+    seconds = max(result["seconds"] for result in results)
+    return {**results[0], "seconds": seconds, "engines": list(results)}
 
 
 def _merged_snapshot(results: Sequence[Reply]) -> Reply:
@@ -178,6 +229,8 @@ def _sums(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "get_policy": _merged_policy,
+    "blocks": _merged_blocks,
     "snapshot": _merged_snapshot,
     "state": _merged_state,
     "receipt": _merged_receipt,

@@ -164,3 +164,15 @@ def test_headroom_must_leave_something_of_the_pool() -> None:
     ):
         with pytest.raises(ConfigError, match=f"headroom_blocks < {pool.num_total_blocks}"):
             attempt()
+
+
+def test_change_may_skip_versions_but_not_go_back() -> None:
+    """Other engines may have had more changes; the history has what there was."""
+    layer, _ = make_layer()
+    layer.change(layer.config.patched({"theta_f": 0.1}), version=7)
+    assert layer.policy_version == 7
+    assert layer.history.find().version == 1
+    layer.change(layer.config.patched({"theta_f": 0.2}), version=3)
+    assert layer.policy_version == 8
+    assert [change.version for change in layer.history] == [8, 7, 1]
+    assert layer.history.find().version == 7

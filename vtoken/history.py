@@ -105,11 +105,12 @@ class History:
         oldest, newest = self._changes[0].version, self._changes[-1].version
         if version is None and oldest == newest:
             raise ConfigError("version", None, f"there is no version before {newest}")
-        wanted = newest - 1 if version is None else version
+        if version is None:
+            return self._changes[-2]
         for change in self._changes:
-            if change.version == wanted:
+            if change.version == version:
                 return change
-        raise ConfigError("version", wanted, f"a remembered version, {oldest} to {newest}")
+        raise ConfigError("version", version, f"a remembered version, {oldest} to {newest}")
 
 
 def diff(before: VTokenConfig, after: VTokenConfig) -> dict[str, dict[str, Any]]:

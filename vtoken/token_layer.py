@@ -407,8 +407,10 @@ class TokenLayer:
         """Change live settings by a merge patch; see :meth:`change`."""
         return self.change(self.config.patched(changes), info)
 
-    def change(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> VTokenConfig:
-        """Put another document in force, and remember that.
+    def change(
+        self, config: VTokenConfig, info: ChangeInfo = UNKNOWN, version: int | None = None
+    ) -> VTokenConfig:
+        """Put another document in force, and remember that; ``version`` may skip some numbers.
 
         Running requests are due at once under it, unless ``info`` says that it is for new ones
         only: then requests keep what they follow until they end, but for settings of the pool.
@@ -419,6 +421,8 @@ class TokenLayer:
             ConfigError: a field is out of bounds; nothing was changed.
         """
         document = self.check(config)
+        if version is not None:
+            document = dataclasses.replace(document, version=max(version, document.version))
         before = self.config
         signals = {kv.req_id: self.signals_of(kv) for kv in self.requests.values()}
         self.evictor.install(document, for_new_only=info.apply_to == "new")

@@ -2,6 +2,7 @@
 
 import { ApiError, ask, key } from "./api.js";
 import { LineChart, Samples } from "./charts.js";
+import { Engines } from "./engines.js";
 import { BlockMap, drawLegend, percent } from "./map.js";
 import { PolicyForm } from "./policy.js";
 import { showRequests } from "./requests.js";
@@ -13,6 +14,7 @@ class Page {
   constructor() {
     this.samples = new Samples();
     this.map = new BlockMap(byId("map"), byId("map-readout"), byId("map-summary"));
+    this.engines = new Engines(byId("engines"), byId("engines-note"), () => this.isOpen && this.resume());
     this.policy = new PolicyForm();
     this.waste = new LineChart(byId("chart-waste"), {
       title: "Waste ratio", max: 1, format: (value) => value.toFixed(2),
@@ -55,7 +57,8 @@ class Page {
   async poll(run) {
     let wait;
     try {
-      const [map, state] = await Promise.all([ask("admin/blocks"), ask("admin/state")]);
+      const blocks = `admin/blocks?engine=${this.engines.chosen}`;
+      const [map, state] = await Promise.all([ask(blocks), ask("admin/state")]);
       if (run !== this.run) return;
       this.failures = 0;
       await this.show(map, state);
@@ -63,6 +66,10 @@ class Page {
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (run !== this.run) return;
+      if (error.field === "engine" && this.engines.chosen) {
+        this.engines.lost();
+        return this.poll(run);
+      }
       this.failures += 1;
       this.fail(error);
       if ([401, 403, 409].includes(error.status)) return; // asking again would not help
@@ -88,7 +95,8 @@ class Page {
     this.samples.add({
       time: now, waste: pool.waste_ratio, theta: pool.effective_theta_f, retained: pool.retained_blocks, ideal: pool.ideal_blocks,
     });
-    this.map.show(map, state.engines?.length ?? 1);
+    this.engines.show(state.engines);
+    this.map.show(map);
     this.waste.draw(this.samples.list, now);
     this.blocks.draw(this.samples.list, now);
     showNumbers(byId("numbers"), state);
@@ -119,6 +127,7 @@ class Page {
   }
 
   resume() {
+    clearTimeout(this.timer);
     this.run += 1;
     this.poll(this.run);
   }

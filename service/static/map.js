@@ -98,9 +98,9 @@ export class BlockMap {
     canvas.addEventListener("keydown", (event) => this.step(event));
   }
 
-  show(map, numEngines) {
+  show(map) {
     this.map = map;
-    const engine = numEngines > 1 ? `Of ${numEngines} engines, the first: ` : "";
+    const engine = map.num_engines > 1 ? `Engine ${map.engine}: ` : "";
     const sum = (name) => map[name].reduce((total, value) => total + value, 0);
     const held = sum("held");
     const mean = held ? `, on average ${percent(sum("live") / (held * map.block_size))} full` : "";

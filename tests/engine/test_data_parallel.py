@@ -16,12 +16,49 @@ pytestmark = pytest.mark.engine
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 NUM_REQUESTS = 8
 
+# Loaded by Python at the start of every process: the engine that first finds a file takes it away
+# and behaves as if a check had found an invariant violated.
+VIOLATION = """
+import importlib.abc, importlib.util, os, sys
+
+class Violation(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "vtoken.token_layer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            plan = module.TokenLayer.plan_relocations
+            def violated(self, *args):
+                try:
+                    os.rename({flag!r}, {flag!r} + ".taken")
+                except OSError:
+                    return plan(self, *args)
+                from vtoken.errors import InvariantViolationError
+                self._stop_relocation(InvariantViolationError("I2", "injected"))
+                return []
+            module.TokenLayer.plan_relocations = violated
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Violation())
+"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     """The one server of this file, after requests that both engines had a share of."""
     folder = tmp_path_factory.mktemp("data_parallel")
-    server = TinyServer(folder, "--data-parallel-size", "2", VTOKEN_METRICS_POLL_SECONDS="0.2")
+    (folder / "sitecustomize.py").write_text(VIOLATION.format(flag=str(folder / "violated")))
+    server = TinyServer(
+        folder,
+        *("--data-parallel-size", "2"),
+        VTOKEN_METRICS_POLL_SECONDS="0.2",
+        PYTHONPATH=str(folder),
+    )
+    server.violation = folder / "violated"  # type: ignore[attr-defined]
     try:
         server.wait_until_ready()
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
@@ -33,9 +70,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
         server.kill_all()
 
 
-def policy(server: TinyServer, changes: dict[str, object]) -> httpx.Response:
+def policy(
+    server: TinyServer, changes: dict[str, object], if_match: int | None = None
+) -> httpx.Response:
     """PATCH /admin/policy."""
-    return httpx.patch(server.url + "/admin/policy", json=changes, headers=ADMIN, timeout=60)
+    headers = ADMIN if if_match is None else {**ADMIN, "If-Match": f'"{if_match}"'}
+    return httpx.patch(server.url + "/admin/policy", json=changes, headers=headers, timeout=60)
 
 
 def series(server: TinyServer, name: str, label: str | None = None) -> dict[str, str | float]:
@@ -95,3 +135,26 @@ def test_a_receipt_adds_up_over_engines(server: TinyServer) -> None:
     receipt = answer.json()["vtoken"]
     assert receipt["num_sequences"] == 4
     assert receipt["evicted_tokens"] + receipt["live_tokens"] == 4 * (150 + 40 - 1)
+
+
+def test_if_match_where_the_engines_differ(server: TinyServer) -> None:
+    """A violation has changed one engine's document alone: 412 with both versions, whichever is
+    expected; an unconditional change that makes the documents equal makes one version of them."""
+    before = server.get("/admin/policy", headers=ADMIN).json()["version"]
+    server.violation.touch()  # type: ignore[attr-defined]
+    wait_for(lambda: server.complete(words(100), 20) and server.state()["relocation_disabled"], 60)
+    wait_for(server.is_quiet, 60)
+    differing = server.get("/admin/policy", headers=ADMIN).json()["engines"]
+    versions = [one["version"] for one in differing]
+    assert sorted(versions) == [before, before + 1]
+    assert sorted(one["document"]["mode"] for one in differing) == ["lazy", "naive"]
+    for version in (before, before + 1):
+        answer = policy(server, {"mode": "lazy"}, if_match=version)
+        assert answer.status_code == 412
+        message = answer.json()["error"]["message"]
+        assert f"engine 0 at {versions[0]}, engine 1 at {versions[1]}" in message
+    assert policy(server, {"mode": "lazy"}).json()["version"] == before + 2
+    after = server.get("/admin/policy", headers=ADMIN).json()
+    assert (after["version"], "engines" in after) == (before + 2, False)
+    assert server.state()["relocation_disabled"] is None
+    assert policy(server, {"theta_f": 0.2}, if_match=before + 2).status_code == 200

@@ -10,7 +10,7 @@ from service.blocks import MAX_CELLS, MAX_ENGINE_RATIO, MIN_INTERVAL_SECONDS, Bl
 from service.engine_link import EngineLink
 from service.errors import EngineGoneError
 from tests.service.conftest import make_link
-from tests.service.ui_server import PoolEngine, UiServer
+from tests.service.ui_server import Engines, PoolEngine, UiServer
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_expensive_maps_are_drawn_seldom(engine):
     """So that they take no more than their share of the engine's time."""
     clock, link = Clock(), make_link(engine)
     maps = BlockMaps(clock)
-    engine.reply = {"ok": {"seconds": 0.03}}
+    engine.reply = {"ok": {"seconds": 0.03, "policy_version": 1}}
     interval = asyncio.run(maps.get(link))["interval_seconds"]
     assert 0.03 / interval == pytest.approx(MAX_ENGINE_RATIO)
     clock.now += interval * 0.99
@@ -91,6 +91,22 @@ def test_route_needs_the_admin_key(engine):
     assert sum(answer["held"]) == 93
     assert answer["policy_version"] == 1
     assert answer["seconds"] > 0
+
+
+def test_each_of_several_engines_can_be_asked_for(engine):
+    """All maps come with one call; one that is not there is refused with how many there are."""
+    door = UiServer(engines := Engines(engine, PoolEngine(num_blocks=100)))
+    door.stop()
+    for number, (num_blocks, held) in enumerate(((200, 93), (100, 0))):
+        found = door.door.send("GET", f"/admin/blocks?engine={number}").json()
+        assert (found["engine"], found["num_engines"]) == (number, 2)
+        assert (found["num_blocks"], sum(found["held"])) == (num_blocks, held)
+    assert num_calls(engine) == num_calls(engines.parts[1]) == 1
+    for gone in ("2", "x", "-1", ""):
+        answer = door.door.send("GET", f"/admin/blocks?engine={gone}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["field"]) == (422, "engine")
+    assert door.door.send("GET", "/admin/blocks?motor=1").status_code == 422
 
 
 def test_link_names_the_operation(engine):

@@ -49,8 +49,10 @@ class Engine:
         if payload["dry_run"]:
             totals = {"evicted_tokens": 3, "freed_blocks": None}
             found = {"requests": [{"request_id": "a"}], "totals": totals}
+            found["document"] = {**self.document, "headroom_blocks": headroom}
             return {"ok": {**self.get_policy({}), **found}}
-        self.document, self.version = {"headroom_blocks": headroom}, self.version + 1
+        self.document["headroom_blocks"] = headroom
+        self.version = payload.get("next_version") or self.version + 1
         return {"ok": self.get_policy({})}
 
     def get_policy(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +133,36 @@ def test_a_stale_version_is_told(fleet):
 
     with pytest.raises(StaleVersionError):
         run(fleet[0].set_policy({"headroom_blocks": 8}, ChangeOptions(expected_version=7)))
+
+
+@pytest.mark.parametrize("expected", [1, 2, 7])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_no_version_is_that_of_engines_which_differ(fleet, expected, dry_run):
+    """One has changed by itself: 412 whichever version is expected, with both; none changes."""
+    from service.engine_link import ChangeOptions
+
+    link, engines = fleet
+    engines[1].version, engines[1].document = 2, {"headroom_blocks": 4, "mode": "naive"}
+    options = ChangeOptions(expected_version=expected, dry_run=dry_run)
+    with pytest.raises(StaleVersionError, match="engine 0 at 1, engine 1 at 2") as caught:
+        run(link.set_policy({"headroom_blocks": 8}, options))
+    assert "without If-Match" in str(caught.value)
+    assert [engine.version for engine in engines] == [1, 2]
+    policy = run(link.get_policy())
+    assert [one["version"] for one in policy["engines"]] == [1, 2]
+    assert policy["version"] == 1
+
+
+def test_a_change_that_makes_documents_equal_makes_versions_equal(fleet):
+    """Unconditionally, and only then: while documents differ, so do their versions."""
+    link, engines = fleet
+    engines[1].version, engines[1].document = 2, {"headroom_blocks": 4, "mode": "naive"}
+    run(link.set_policy({"headroom_blocks": 8}))
+    assert [engine.version for engine in engines] == [2, 3]
+    engines[1].document.pop("mode")
+    run(link.set_policy({"headroom_blocks": 6}))
+    assert [engine.version for engine in engines] == [4, 4]
+    assert "engines" not in run(link.get_policy())
 
 
 def test_a_dry_run_shows_the_requests_of_all_engines(fleet):

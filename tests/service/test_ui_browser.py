@@ -12,7 +12,7 @@ import pytest
 from tests.deploy.conftest import obtain
 from tests.service.browser import Browser, chromium
 from tests.service.conftest import ADMIN_KEY
-from tests.service.ui_server import BLOCK_SIZE, PoolEngine, UiServer
+from tests.service.ui_server import BLOCK_SIZE, Engines, PoolEngine, UiServer
 
 pytestmark = pytest.mark.browser
 
@@ -337,3 +337,39 @@ def test_large_pool_is_summed_up(browser):
     browser.press("ArrowRight", 39)
     assert browser.text("#map-readout").startswith("Blocks 1 to 25: 25 held, 400 of 400 slots live")
     server.stop()
+
+
+def test_blocks_of_another_engine_are_chosen_with_the_keyboard(browser, engine):
+    """Each engine's numbers stand beside its name; the map is of the chosen one, and says so. One
+    that is gone is told, and the first engine's map comes in its place."""
+    engines = Engines(engine, PoolEngine(num_blocks=100))
+    server = UiServer(engines)
+    browser.problems.clear()
+    browser.open(server.url)
+    log_in(browser, ADMIN_KEY)
+    browser.wait_for("document.getElementById('map').vtokenMap.drawn")
+    assert browser.text("#map-summary").startswith("Engine 0: 93 of 200 blocks")
+    labels = browser.text("#engines").splitlines()
+    assert "93 blocks retained" in labels[1] or "200" in labels[1]
+    assert "Engine 1" in labels[2]
+    assert "0 blocks retained, 100 of 100 free" in labels[2]
+    browser.run("document.querySelector('#engines input:checked').focus()")
+    browser.press("ArrowDown", 40)
+    browser.wait_for("document.getElementById('map-summary').innerText.startsWith('Engine 1: ')")
+    assert "0 of 100 blocks" in browser.text("#map-summary")
+    assert browser.run("document.activeElement.value") == "1"
+    engines.parts.pop()
+    browser.wait_for("document.getElementById('engines-note').innerText")
+    assert browser.text("#engines-note") == "Engine 1 is gone; this is engine 0."
+    browser.wait_for("document.getElementById('engines').hidden")
+    assert "93 of 200 blocks" in browser.text("#map-summary")
+    assert browser.run("!document.body.classList.contains('stale')")
+    assert all("422" in problem for problem in browser.problems)
+    server.stop()
+
+
+def test_one_engine_needs_no_choice(page):
+    """Nothing is shown to choose from."""
+    browser, _ = page
+    assert browser.run("document.getElementById('engines').hidden")
+    assert not browser.text("#map-summary").startswith("Engine")

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
 
 from service import blocks, health, ui
+from service.engines import AllEngines
 from service.metrics import VTokenCollector, register
 from tests.core_models import ModelPool, kill, make_layer, make_request
 from tests.service.conftest import Door, FakeEngine
@@ -56,7 +57,7 @@ class PoolScheduler(VTokenSchedulerMixin):
             SimpleNamespace(block_id=i, ref_cnt=n, block_hash=self.pool.hash_of_block.get(i))
             for i, n in enumerate(self.pool.ref)
         ]
-        pool = SimpleNamespace(blocks=blocks, num_gpu_blocks=len(blocks))
+        pool = SimpleNamespace(blocks=blocks, num_gpu_blocks=len(blocks), enable_caching=True)
         groups = [SimpleNamespace(block_size=self.pool.block_size)]
         coordinator = SimpleNamespace(single_type_managers=groups)
         return SimpleNamespace(block_pool=pool, coordinator=coordinator)
@@ -94,6 +95,22 @@ class PoolEngine(FakeEngine):
         self.pool.cache_full_blocks("done", ["d0", "d1"])
         self.layer.forget("done")
         self.pool.release("done")
+
+
+class Engines(FakeEngine):
+    """Several of them behind the service's own merging of their answers, as for vLLM's."""
+
+    def __init__(self, *parts: PoolEngine) -> None:
+        super().__init__()
+        self.parts = list(parts)
+
+    async def call_utility_async(self, name: str, op: str = "", payload: Any = None) -> Any:
+        """As vLLM's call to one engine."""
+
+        async def call_all(name: str, *args: Any) -> list[Any]:
+            return [await part.call_utility_async(name, *args) for part in self.parts]
+
+        return await AllEngines(call_all)(name, *([op, payload] if op else []))
 
 
 def _metrics_of(engine: PoolEngine) -> Any:

@@ -97,6 +97,8 @@ def _change(
 ) -> Payload:
     """Put ``config`` in force, or with ``dry_run`` say what that would do.
 
+    ``next_version``, if given, is the least that the document gets: other engines have had more.
+
     Raises:
         VersionConflictError: ``expected_version`` is given and is not the present one.
         ConfigError: the configuration cannot be used.
@@ -111,7 +113,7 @@ def _change(
         found = layer.preview(config, info)
         return {**_get_policy(scheduler, {}), "document": _live_fields(config), **found}
     found = {"changes": diff(layer.config, config), "warnings": layer.warnings(config, info)}
-    layer.change(config, info)
+    layer.change(config, info, payload.get("next_version"))
     layer.release_documents({generation_of(request) for request in scheduler.requests.values()})
     return {**_get_policy(scheduler, {}), **found}
 
