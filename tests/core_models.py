@@ -319,6 +319,18 @@ def make_request(
     return kv
 
 
+def fail_allocations(pool: ModelPool, *numbers: int) -> None:
+    """From now on these of the pool's allocations, counted from 1, raise."""
+    allocate, calls = pool.allocate, itertools.count(1)
+
+    def flaky(num_blocks: int) -> np.ndarray:
+        if next(calls) in numbers:
+            raise MemoryError("injected fault")
+        return allocate(num_blocks)
+
+    pool.allocate = flaky  # type: ignore[method-assign]
+
+
 def make_table(num_tokens: int, blocks: Sequence[int], block_size: int = BLOCK_SIZE) -> TokenTable:
     """A token table with ``num_tokens`` live tokens in ``blocks``."""
     table = TokenTable(block_size)

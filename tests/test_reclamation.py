@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.core_models import ModelPool, kill, make_layer, make_request
+from tests.core_models import ModelPool, fail_allocations, kill, make_layer, make_request
 from vtoken.errors import PlanError
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_layer import TokenLayer
@@ -176,6 +176,40 @@ def test_batch_has_one_ticket_and_the_most_wasteful_first() -> None:
     layer.settle(1, None)
     assert layer.plan_relocations([(small, 9), (kv, 17)]) == []
     assert layer.reclamation.num_in_flight == 0
+
+
+def test_allocation_that_fails_mid_plan_costs_nobody_anything(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others' plans go ahead, nothing leaks, and the next look makes up for it."""
+    layer, pool, first = make_holes()
+    requests = [first]
+    for name in "bc":
+        requests.append(make_request(layer, pool, name, num_tokens=17))
+        kill(layer, requests[-1], HALF)
+    slots = requests[1].table.live_slots().tolist()
+    fail_allocations(pool, 2)
+    plans = layer.plan_relocations([(kv, 17) for kv in requests])
+    assert [plan.req_id for plan in plans] == ["a", "c"]
+    assert skipped(layer) == {"no_headroom": 1}
+    assert "no destinations for a relocation of request b" in caplog.text
+    assert requests[1].plan is None
+    assert requests[1].table.live_slots().tolist() == slots
+    pool.check_integrity([block for plan in plans for block in plan.dst_blocks.tolist()])
+    layer.settle(1, None)
+    layer.check_all()
+    assert [p.req_id for p in layer.plan_relocations([(kv, 17) for kv in requests])] == ["b"]
+
+
+def test_urgent_allocation_that_fails_leaves_everything_as_it_was() -> None:
+    """Then vLLM preempts, as it would without us."""
+    layer, pool, kv = make_holes()
+    fail_allocations(pool, 1, 2)  # it is tried again after early evictions
+    assert layer.reclaim_now() is False
+    assert not layer.reclamation.awaits_reports
+    assert kv.plan is None
+    pool.check_integrity()
+    assert layer.reclaim_now() is True
 
 
 # -- settle --------------------------------------------------------------------------------

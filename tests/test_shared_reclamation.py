@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.core_models import ModelPool, kill, make_layer, make_request
+from tests.core_models import ModelPool, fail_allocations, kill, make_layer, make_request
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_layer import TokenLayer
 
@@ -84,6 +84,17 @@ def test_a_holder_that_does_not_take_part_keeps_the_blocks() -> None:
     layer, pool, holders = make_holders()
     make_request(layer, pool, "new", num_tokens=17, hashes=SHARED)
     assert plan(layer, [*holders, layer.requests["new"]]) == []
+
+
+def test_holders_that_cannot_all_move_stay() -> None:
+    """The second holder gets no destinations: what the first one got goes back."""
+    layer, pool, holders = make_holders()
+    fail_allocations(pool, 2)
+    assert plan(layer, holders) == []
+    assert [kv.plan for kv in holders] == [None, None]
+    assert layer.stats.counter("shared_relocations_total") == 0
+    pool.check_integrity()
+    assert len(plan(layer, holders)) == 2
 
 
 def test_holders_that_ended_cost_nothing() -> None:

@@ -15,6 +15,7 @@ that may write to the blocks that they freed; only a failing copy then costs its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ from vtoken.shared_planner import Holding, SharedChoice, choose_shared, group_by
 from vtoken.stats import VTokenStats
 from vtoken.threshold import Bounds, Threshold, next_threshold
 from vtoken.types import BoolArray
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -195,10 +198,11 @@ class ReclamationManager:
                 self._stats.inc("reclaim_skipped_total", 1, "in_flight")
                 continue
             choice = self._choose_within(room, kv, num_computed)
-            if isinstance(choice, Rejection):
-                self._stats.inc("reclaim_skipped_total", 1, choice.reason)
+            plan = choice if isinstance(choice, Rejection) else self._reserve(kv, choice)
+            if isinstance(plan, Rejection):
+                self._stats.inc("reclaim_skipped_total", 1, plan.reason)
                 continue
-            plans.append(self._reserve(kv, choice))
+            plans.append(plan)
         return plans
 
     def _room(self) -> Room:
@@ -253,9 +257,24 @@ class ReclamationManager:
             )
             if isinstance(choice, SharedChoice):
                 room.take(choice.num_destinations, from_spare=True)
-                for h, sources in zip(choice.holders, choice.choices, strict=True):
-                    plans.append(self._reserve(free[h][0], sources))
-                self._stats.inc("shared_relocations_total")
+                holders = [free[h][0] for h in choice.holders]
+                plans += self._reserve_group(holders, choice.choices)
+        return plans
+
+    def _reserve_group(
+        self, holders: list[RequestKV], choices: tuple[SourceChoice, ...]
+    ) -> list[RelocationPlan]:
+        """A plan for every holder, or none at all."""
+        plans: list[RelocationPlan] = []
+        for kv, choice in zip(holders, choices, strict=True):
+            plan = self._reserve(kv, choice)
+            if isinstance(plan, Rejection):
+                for holder, reserved in zip(holders, plans, strict=False):
+                    holder.plan = None
+                    self._roll_back(reserved, "failed")
+                return []
+            plans.append(plan)
+        self._stats.inc("shared_relocations_total")
         return plans
 
     def _shared_holding(self, kv: RequestKV, num_computed: int) -> Holding:
@@ -316,8 +335,13 @@ class ReclamationManager:
             left -= len(private)
         return eligible
 
-    def _reserve(self, kv: RequestKV, choice: SourceChoice) -> RelocationPlan:
-        dst_blocks = self._pool.allocate(choice.num_destinations)
+    def _reserve(self, kv: RequestKV, choice: SourceChoice) -> RelocationPlan | Rejection:
+        try:
+            dst_blocks = self._pool.allocate(choice.num_destinations)
+        except Exception:
+            # Nothing has changed yet, and tokens that stay where they are cost only room.
+            logger.exception("no destinations for a relocation of request %s", kv.req_id)
+            return Rejection("no_headroom")
         sources = kv.blocks.ids[choice.indices]
         live_ids = kv.table.live_ids_in(sources)
         moves = build_moves(
@@ -370,6 +394,8 @@ class ReclamationManager:
         if isinstance(choice, Rejection):
             return choice
         plan = self._reserve(kv, choice)
+        if isinstance(plan, Rejection):
+            return plan
         self._stamp([plan])
         kv.plan = None
         if not self.approves(plan, num_computed):
