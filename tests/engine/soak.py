@@ -35,6 +35,8 @@ CHANGES: tuple[dict[str, Any], ...] = (
     *({"policy": name} for name in sorted(POLICIES)),
     {"policy": "random", "relocate_shared": True, "max_blocks_per_request": None},
     {"policy": "random", "relocate_shared": False, "max_blocks_per_request": None},
+    {"relocate_into_cached": True},
+    {"relocate_into_cached": False},
     {"budget_tokens": 24},
     {"budget_tokens": 48},
     {"keep_ratio": 0.3},
