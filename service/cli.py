@@ -17,7 +17,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from service.errors import UsageError
-from service.flags import describe_flags, parse_early, use_config_file
+from service.flags import describe_flags, parse_early, use_flags
 from service.settings import (
     load_config,
     load_service_settings,
@@ -119,7 +119,7 @@ def _unknown(command: str) -> str:
 
 
 def _serve(argv: list[str]) -> int:
-    use_config_file(argv)
+    use_flags(argv)
     refused = unknown_settings()
     if refused:
         raise refused[0]

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from service.cli_client import print_json
 from service.errors import UsageError
-from service.flags import parse_early, unknown_flags, use_config_file
+from service.flags import parse_early, service_flags, unknown_flags, use_flags
 from service.setting_layers import Given
 from service.settings import (
     FIELD_NAMES,
@@ -89,12 +89,13 @@ def check_settings(argv: Sequence[str]) -> tuple[list[Setting], list[str]]:
     refusals = [str(error) for error in unknown_flags(argv)]
     known = [argument for argument in argv if not unknown_flags([argument])]
     try:
-        use_config_file(known)
+        use_flags(known)
         flags = parse_early(known)
         refusals += [str(error) for error in unknown_settings()]
         config, refused = check_config(flags)
         service, refused_too = check_service_settings()
-        given = given_settings((*FIELD_NAMES, *ServiceSettings.model_fields), flags)
+        names = (*FIELD_NAMES, *ServiceSettings.model_fields)
+        given = given_settings(names, {**flags, **service_flags(known)})
     except (UsageError, ConfigError) as error:  # nothing can be read beyond it
         return [], [*refusals, str(error)]
     refusals += [_with_source(error, given) for error in (*refused, *refused_too)]

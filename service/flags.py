@@ -1,6 +1,7 @@
-"""The ``--vtoken-*`` flags, one per field of ``VTokenConfig``, made from the dataclass itself.
+"""The ``--vtoken-*`` flags, one per setting, made from ``VTokenConfig`` and ``ServiceSettings``.
 
-Help texts are the fields' docstrings. Values stay text here; ``service.settings`` converts and
+Keys are no flags: every user of a machine can read its command lines. Help texts are the fields'
+docstrings. Values stay text here; ``service.settings`` converts and
 ``VTokenConfig`` checks them, so a flag and a variable are treated alike.
 """
 
@@ -20,13 +21,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from service.errors import UsageError
 from service.setting_layers import ENV_PREFIX
-from service.settings import FIELD_NAMES, is_list, is_object
+from service.settings import FIELD_NAMES, ServiceSettings, is_list, is_object, is_secret
 from vtoken.config import VTokenConfig
 
 CONFIG_FLAG = "--vtoken-config"
 _CONFIG_DEST = "config_of_vtoken"
 _DEST_PREFIX = "vtoken_"
 _TITLE = "vToken"
+_SERVICE_TITLE = "vToken's service"
+
+SERVICE_NAMES: tuple[str, ...] = tuple(n for n in ServiceSettings.model_fields if not is_secret(n))
+"""Settings of the HTTP process that have a flag."""
 
 
 def flag_name(field: str) -> str:
@@ -54,7 +59,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             flag_name(field.name),
             dest=_DEST_PREFIX + field.name,
             default=argparse.SUPPRESS,
-            help=_help(field),
+            help=_help(field.name, field_docs()[field.name], field.default),
+            **options,
+        )
+    group = parser.add_argument_group(_SERVICE_TITLE, "Keys, probes, limits, log.")
+    for name in SERVICE_NAMES:
+        setting = ServiceSettings.model_fields[name]
+        options = {"action": argparse.BooleanOptionalAction}
+        if setting.annotation is not bool:
+            options = {"metavar": _metavar(setting.annotation)}
+        group.add_argument(
+            flag_name(name),
+            dest=_DEST_PREFIX + name,
+            default=argparse.SUPPRESS,
+            help=_help(name, field_docs(ServiceSettings)[name], setting.default),
             **options,
         )
 
@@ -77,14 +95,28 @@ def parse_early(argv: Sequence[str]) -> dict[str, Any]:
     return flag_values(_parse(argv))
 
 
-def use_config_file(argv: Sequence[str]) -> None:
-    """Let ``--vtoken-config`` beat ``VTOKEN_CONFIG_FILE``; mutates the environment.
+def service_flags(argv: Sequence[str]) -> dict[str, str]:
+    """Setting of the HTTP process to the text of its flag, for the flags that were given.
+
+    Raises:
+        UsageError: a flag of ours has no value, or one that is unreadable.
+    """
+    given = vars(_parse(argv))
+    found = {n: given[_DEST_PREFIX + n] for n in SERVICE_NAMES if _DEST_PREFIX + n in given}
+    return {n: str(v).lower() if isinstance(v, bool) else v for n, v in found.items()}
+
+
+def use_flags(argv: Sequence[str]) -> None:
+    """Let ``--vtoken-config`` and the service's flags beat their variables; mutates the
+    environment, which all of the server's processes have.
 
     Raises:
         UsageError: a flag of ours has no value, or one that is unreadable.
     """
     if file := getattr(_parse(argv), _CONFIG_DEST, None):
         os.environ["VTOKEN_CONFIG_FILE"] = file
+    for name, text in service_flags(argv).items():
+        os.environ[ENV_PREFIX + name.upper()] = text
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -108,8 +140,10 @@ class _EarlyParser(argparse.ArgumentParser):
 
 def unknown_flags(argv: Iterable[str]) -> list[UsageError]:
     """Each ``--vtoken-…`` flag that is none, with the nearest that is."""
-    known = {CONFIG_FLAG, *(flag_name(name) for name in FIELD_NAMES)}
-    known |= {"--no-" + flag_name(n)[2:] for n, h in _hints().items() if h is bool}
+    known = {CONFIG_FLAG, *map(flag_name, (*FIELD_NAMES, *SERVICE_NAMES))}
+    switches = [n for n, h in _hints().items() if h is bool]
+    switches += [n for n in SERVICE_NAMES if ServiceSettings.model_fields[n].annotation is bool]
+    known |= {"--no-" + flag_name(name)[2:] for name in switches}
     found = []
     for argument in map(_normalised, argv):
         name = argument.split("=", 1)[0].split(".", 1)[0]
@@ -141,10 +175,9 @@ def _metavar(hint: Any) -> str:
     return str(kinds[0].__name__).upper()
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
-    default = {} if field.default is dataclasses.MISSING else field.default
-    variable = ENV_PREFIX + field.name.upper()
-    text = f"{field_docs()[field.name]} Default: {default}. Variable: {variable}."
+def _help(name: str, doc: str, default: object) -> str:
+    default = {} if default is dataclasses.MISSING else default
+    text = f"{doc} Default: {default}. Variable: {ENV_PREFIX}{name.upper()}."
     return text.replace("%", "%%").replace("``", "")
 
 

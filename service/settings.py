@@ -146,6 +146,11 @@ class ServiceSettings(_Settings):
         return _key_ring("api", self.api_key, self.api_key_file, self.api_keys_dir, theirs)
 
 
+def is_secret(name: str) -> bool:
+    """Whether this setting of the HTTP process is a key itself, never shown and no flag."""
+    return "SecretStr" in str(ServiceSettings.model_fields[name].annotation)
+
+
 def load_service_settings() -> ServiceSettings:
     """Read :class:`ServiceSettings` from the environment and the settings file.
 
@@ -438,8 +443,7 @@ def _as_config_error(error: Mapping[str, Any], given: Mapping[str, Given]) -> Co
     one = given.get(name)
     if one is None:
         return ConfigError(name, None, _rule(error))
-    secret = "SecretStr" in str(ServiceSettings.model_fields[name].annotation)
-    return ConfigError(one.shown, "…" if secret else one.value, _rule(error))
+    return ConfigError(one.shown, "…" if is_secret(name) else one.value, _rule(error))
 
 
 def _rule(error: Mapping[str, Any]) -> str:

@@ -16,7 +16,14 @@ from pydantic.fields import FieldInfo
 from service import generated_docs
 from service.flags import field_docs, flag_name
 from service.setting_layers import ENV_PREFIX
-from service.settings import OTHER_VARIABLES, ClientSettings, ServiceSettings, is_list, is_object
+from service.settings import (
+    OTHER_VARIABLES,
+    ClientSettings,
+    ServiceSettings,
+    is_list,
+    is_object,
+    is_secret,
+)
 from vtoken.config import LIVE_FIELDS, VTokenConfig
 
 HEAD = """\
@@ -63,9 +70,10 @@ Each is a flag, a variable and a key of the file. *Live* ones can be changed whi
 _SERVICE = """
 ## HTTP service
 
-Each is a variable and a key of the file.
+Each is a flag, a variable and a key of the file. Keys themselves are no flags: every user of a
+machine can read its command lines.
 
-| setting | variable | default | bounds | meaning |
+| setting | flag and variable | default | bounds | meaning |
 |---|---|---|---|---|
 """
 _CLIENT = """
@@ -124,7 +132,8 @@ def _written(hint: Any) -> str:
 
 
 def _service_row(name: str, field: FieldInfo, text: str) -> str:
-    names = f"`{name}`", f"`{_variable(name)}`"
+    flag = "" if is_secret(name) else f"`{flag_name(name)}` "
+    names = f"`{name}`", f"{flag}`{_variable(name)}`"
     return _row(*names, _value(field.default), _bounds(field), text)
 
 

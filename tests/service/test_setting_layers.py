@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from service import flags
+from service.cli_config import check_settings
 from service.setting_layers import Given, read_file, resolve
 from service.settings import (
+    ServiceSettings,
     check_config,
     check_service_settings,
+    is_secret,
     load_config,
     load_service_settings,
     unknown_settings,
@@ -82,14 +85,62 @@ def test_flag_beats_variable_beats_file_beats_default(use, monkeypatch):
     assert load_service_settings().metrics_poll_seconds == 3
 
 
+@pytest.fixture
+def own_environment(monkeypatch):
+    """What flags put into the environment is gone afterwards."""
+    for name in flags.SERVICE_NAMES:
+        monkeypatch.setenv(f"VTOKEN_{name.upper()}", "")
+
+
+def test_flag_of_the_service_beats_variable_and_file(use, monkeypatch, own_environment):
+    """Of whatever kind; where none is given, the variable counts, then the file."""
+    use("log_format: json\ndrain_seconds: 1\nadmin_host: file\nmax_body_bytes: 1\n")
+    monkeypatch.setenv("VTOKEN_DRAIN_SECONDS", "2")
+    monkeypatch.setenv("VTOKEN_ADMIN_HOST", "variable")
+    monkeypatch.setenv("VTOKEN_METRICS_KEY_REQUIRED", "true")
+    given = ["model", "--vtoken-admin-host=flag", "--no-vtoken-metrics-key-required"]
+    flags.use_flags([*given, "--vtoken-max-body-bytes", "7", "--vtoken-ready-when-degraded"])
+    found = load_service_settings()
+    assert (found.log_format, found.drain_seconds, found.admin_host) == ("json", 2, "flag")
+    assert (found.max_body_bytes, found.metrics_key_required) == (7, False)
+    assert found.ready_when_degraded is True
+
+
+def test_every_setting_of_the_service_but_keys_has_a_flag():
+    """A key on a command line could be read by every user of the machine."""
+    secrets = {name for name in ServiceSettings.model_fields if is_secret(name)}
+    assert secrets == {"admin_key", "api_key"}
+    assert set(flags.SERVICE_NAMES) == set(ServiceSettings.model_fields) - secrets
+    text = flags.describe_flags()
+    assert all(f"--vtoken-{name.replace('_', '-')}" in text for name in flags.SERVICE_NAMES)
+    assert "--vtoken-log-format console|json" in text
+    for name in ("admin-key", "api-key"):
+        (refusal,) = flags.unknown_flags([f"--vtoken-{name}=secret"])
+        assert "secret" not in str(refusal)
+
+
+def test_check_tells_flag_variable_and_file_apart(use, monkeypatch, own_environment, tmp_path):
+    """For settings of the service, as for the token layer's."""
+    use("drain_seconds: 1\n")
+    monkeypatch.setenv("VTOKEN_ADMIN_HOST", "::1")
+    found, refusals = check_settings(["--vtoken-log-format=json", "--vtoken-theta-f", "0.3"])
+    source = {one.name: one.source for one in found}
+    assert refusals == []
+    assert source["log_format"] == "--vtoken-log-format"
+    assert source["theta_f"] == "--vtoken-theta-f"
+    assert source["admin_host"] == "VTOKEN_ADMIN_HOST"
+    assert source["drain_seconds"].endswith(".yaml")
+    assert source["live_stall_seconds"] == "default"
+
+
 def test_flag_names_the_file_and_beats_the_variable(use, tmp_path):
     """``--vtoken-config``."""
     use("theta_f: 0.1\n")
     other = tmp_path / "other.toml"
     other.write_text("theta_f = 0.2\n")
-    flags.use_config_file(["model", "--vtoken-config", str(other), "--port", "1"])
+    flags.use_flags(["model", "--vtoken-config", str(other), "--port", "1"])
     assert load_config({}).theta_f == 0.2
-    flags.use_config_file(["model"])
+    flags.use_flags(["model"])
     assert load_config({}).theta_f == 0.2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from service import settings_docs
-from service.settings import FIELD_NAMES, ClientSettings, ServiceSettings
+from service.settings import FIELD_NAMES, ClientSettings, ServiceSettings, is_secret
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -21,7 +21,8 @@ def test_every_setting_has_a_row():
     for name in FIELD_NAMES:
         assert f"| `{name}` | `--vtoken-{name.replace('_', '-')}` `VTOKEN_{name.upper()}` |" in text
     for name in ServiceSettings.model_fields:
-        assert f"| `{name}` | `VTOKEN_{name.upper()}` |" in text
+        flag = "" if is_secret(name) else f"`--vtoken-{name.replace('_', '-')}` "
+        assert f"| `{name}` | {flag}`VTOKEN_{name.upper()}` |" in text
     for name in (*ClientSettings.model_fields, "config_file", "cache_dir"):
         assert f"| `VTOKEN_{name.upper()}` |" in text
 
