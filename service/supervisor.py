@@ -122,7 +122,8 @@ def _start(
                 stats_update_address=launch.addresses.frontend_stats_publish_address,
                 tensor_queue=launch.tensor_queue,
             )
-            _stop_at_the_end(stack, manager, fleet)
+            # They have ended by then, or the start failed and they have nothing to finish.
+            stack.callback(manager.shutdown, timeout=0)
             launch.watched_frontend_processes = manager.processes
             fleet.api = manager.processes
     except RuntimeError as error:  # the process that failed has printed its own reason
