@@ -33,7 +33,7 @@ def main(address: str, sock: socket.socket, args: Namespace, client_config: dict
         client_config: how to reach the engine, and which process this is.
 
     Raises:
-        SystemExit: with the code of :func:`service.server.run`.
+        SystemExit: with the code of :func:`service.serve.run`.
     """
     server.leave_on_signals()
     follow_parent()

@@ -134,9 +134,9 @@ def _serve(argv: list[str]) -> int:
     os.environ.update(vllm_environment())
     with start_folder(settings.log_format, log_level()) as folder:
         os.environ.update(log_environment(folder.log_file, settings.log_format))
-        from service import server  # imports vLLM, which reads the environment
+        from service import serve  # imports vLLM, which reads the environment
 
-        return server.run(argv, folder)
+        return serve.run(argv, folder)
 
 
 def _complain(error: Exception, code: int) -> int:

@@ -3,9 +3,6 @@
 The engine's statistics live in another process. The poller brings a snapshot about once a
 second; this collector holds the last one and answers each scrape from it. Every family is there
 from the first scrape, with value zero.
-
-    python -m service.metrics --write docs/metrics.md    # the reference, from this code
-    python -m service.metrics --check docs/metrics.md    # exit code 1 if it is stale
 """
 
 from __future__ import annotations
@@ -245,9 +242,3 @@ def _histogram(
     total = 0.0 if value is None else float(value["sum"])
     buckets = zip(names, itertools.accumulate(counts), strict=True)
     return [(name, float(count)) for name, count in buckets], total
-
-
-if __name__ == "__main__":
-    from service.metrics_docs import main
-
-    raise SystemExit(main())

@@ -1,9 +1,7 @@
-"""Runs vLLM's own OpenAI server in this process, with our plugin in its app.
+"""The parts of a server: its socket, its answers while the engine starts, its app, its end.
 
-The order is vLLM's (``launchers/api_server/entry.py``): bind the port, start the engine, build
-and serve the app, stop the engine. What is added: refusals before the engine starts, reasons in
-one sentence, an answer on the port while the engine starts, a stop that lets accepted requests
-finish, and an exit code that tells a stop from a death.
+:mod:`service.serve` makes a server of one process out of them, :mod:`service.supervisor` and
+:mod:`service.api_process` one of several.
 """
 
 from __future__ import annotations
@@ -16,31 +14,25 @@ import signal
 import socket
 import ssl
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableSequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import uvloop
 from pydantic import ValidationError
 from uvicorn.config import create_ssl_context
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.entry import (
     build_and_serve,
-    build_async_engine_client_from_engine_args,
 )
 from vllm.entrypoints.launchers.cli_args import propagate_flash_late_interaction
 from vllm.entrypoints.launchers.launcher import create_server_socket, setup_server
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import decorate_logs
 
-from service import arguments
 from service.drain import Drain
 from service.embedded_model import ensure_embedded_model
 from service.errors import StartError, UsageError
-from service.settings import load_service_settings, trace_endpoint
-from service.start_folder import StartFolder
+from service.settings import load_service_settings
 from service.start_progress import StartProgress
 from service.start_server import StartServer
 
@@ -48,49 +40,6 @@ EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
 
 logger = logging.getLogger(__name__)
-
-
-def run(argv: Sequence[str], folder: StartFolder) -> int:
-    """Serve until stopped.
-
-    Args:
-        argv: every argument after ``vtoken-serve serve``.
-        folder: shared with the processes that vLLM starts.
-
-    Returns:
-        0 after SIGINT or SIGTERM, 1 if the engine died, 128 + the signal's number if a second
-        signal cut the stop short.
-
-    Raises:
-        UsageError, ConfigError: the arguments cannot be served, or the port is taken.
-        UnsupportedError: the model or configuration cannot be served with the token layer.
-        StartError: vLLM refused the model or the configuration, or the engine did not start.
-        SystemExit: stopped by a signal while starting (128 + its number), or vLLM's parser.
-    """
-    leave_on_signals()
-    cli_env_setup()
-    args, _ = arguments.parse(argv)
-    _configure_log(args, folder)
-    check_port_is_free(args)
-    if args.model is None:
-        args.model = str(ensure_embedded_model())
-    args.otlp_traces_endpoint = args.otlp_traces_endpoint or trace_endpoint()
-    if args.api_server_count:
-        from service import supervisor  # which is made of what is here
-
-        return supervisor.run(args, folder)
-    return uvloop.run(_serve_alone(args, folder.progress))
-
-
-def _configure_log(args: Namespace, folder: StartFolder) -> None:
-    """Ours, unless a flag or variable names another configuration; mutates ``args``."""
-    if hasattr(args, "log_level"):
-        folder.configure_log(args.log_level)
-    config = configure_logging_from_args(args)
-    args.vtoken_has_own_log = config.pylogging_config_file == str(folder.log_file)
-    args.vtoken_access_log = not args.disable_uvicorn_access_log
-    args.disable_uvicorn_access_log = True  # service.gate writes that line, and knows more
-    name_log(args, "APIServer")
 
 
 def name_log(args: Namespace, process_name: str) -> None:
@@ -128,17 +77,6 @@ def check_engine_config(args: Namespace) -> None:
     make_engine_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
 
 
-async def _serve_alone(args: Namespace, progress: StartProgress) -> int:
-    address, sock = bind(args)
-    seconds = take_drain_seconds(args)
-
-    async def start(stack: contextlib.AsyncExitStack) -> Any:
-        with answering(sock, progress, tls_context(args)):
-            return await _start_engine(stack, args)
-
-    return await serve(start, Listening(address, sock), args, seconds)
-
-
 def take_drain_seconds(args: Namespace) -> float:
     """How long a stop waits for open requests; mutates ``args``, where vLLM looks for it."""
     seconds: float = args.shutdown_timeout or load_service_settings().drain_seconds
@@ -170,7 +108,7 @@ async def serve(
         drain_seconds: for open requests.
 
     Returns:
-        The exit code; see :func:`run`.
+        The exit code; see :func:`service.serve.run`.
     """
     args.vtoken_drain = drain = Drain(drain_seconds)
     try:
@@ -219,15 +157,6 @@ def tls_context(args: Namespace) -> ssl.SSLContext | None:
         args.ssl_ca_certs,
         args.ssl_ciphers,
     )
-
-
-async def _start_engine(stack: contextlib.AsyncExitStack, args: Namespace) -> Any:
-    """The engine's client, which ``stack`` shuts down."""
-    context = build_async_engine_client_from_engine_args(make_engine_args(args))
-    try:
-        return await stack.enter_async_context(context)
-    except RuntimeError as error:  # the engine process has printed its own reason
-        raise StartError(f"the engine did not start: {error}") from error
 
 
 def bind(args: Namespace) -> tuple[str, socket.socket]:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(args: Namespace, folder: StartFolder) -> int:
-    """Serve until stopped; see :func:`service.server.run` for codes and errors.
+    """Serve until stopped; see :func:`service.serve.run` for codes and errors.
 
     Args:
         args: vLLM's, checked; mutated.
