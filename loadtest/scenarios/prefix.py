@@ -129,6 +129,7 @@ def _describe(size: Size, repeats: int) -> dict[str, Any]:
         "policy": "random",
         "keep_ratio": size.keep_ratio,
         "theta_f": 0.0,
+        "relocate_into_cached": True,
         "workload": sources((SYNTHETIC,)),
         "requests_at_once": size.num_requests,
         "shared_prompt_tokens": size.num_shared_tokens,
