@@ -34,6 +34,7 @@ from vtoken.config import VTokenConfig
 from vtoken.integration.vllm.messages import StepMessage, StepReport
 from vtoken.integration.vllm.step import evict_due, step_message
 from vtoken.request_kv import RequestKV
+from vtoken.table_store import TableStore
 from vtoken.token_layer import TokenLayer
 from vtoken.token_table import TokenTable
 
@@ -43,8 +44,8 @@ BLOCK_SIZE = 16
 PHASES = ("sync", "rows", "plan", "settle", "policy", "evict")
 """In which a step's time is split; each excludes the others that run inside it.
 
-sync: new tokens registered; rows: slot rows for the worker; plan: eligibility, headroom, plans;
-settle: commits; policy: the choice of victims itself; evict: all else of an eviction.
+sync: new tokens registered; rows: what changes in the worker's rows; plan: eligibility, headroom,
+plans; settle: commits; policy: the choice of victims itself; evict: all else of an eviction.
 """
 OUTSIDE = "outside"
 SETUP_SOURCE_BLOCKS = 16
@@ -202,16 +203,16 @@ def instrumented(simulation: Simulation) -> Iterator[None]:
     meter, layer = simulation.meter, simulation.layer
     with ExitStack() as stack:
         timed: tuple[tuple[Any, str, str, str], ...] = (
-            (TokenTable, "live_slots", "rows", "sync"),
+            (RequestKV, "take_row_change", "rows", "sync"),
             (layer, "plan_relocations", "plan", "sync"),
-            (layer.evictor.policy, "select_victims", "policy", "evict"),
+            (layer.evictor.policy, "select_ranks", "policy", "evict"),
         )
         for owner, name, phase, only_in in timed:
             _wrap(stack, owner, name, _timed(meter, getattr(owner, name), phase, only_in))
         counted: tuple[tuple[Any, str, Callable[[Any], int] | None], ...] = (
-            (TokenTable, "sync_new_tokens", None),
-            (TokenTable, "evict_tokens", None),
+            (TableStore, "mark_dead", len),
             (TokenTable, "live_ids", None),
+            (simulation.pool, "new_blocks", None),
             (simulation.pool, "shared", len),
         )
         for owner, name, size in counted:

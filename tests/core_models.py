@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from vtoken.config import VTokenConfig
+from vtoken.eviction import Victims
 from vtoken.observation import ATTENTION_HISTORY, SIGNALS, RequestSignals
 from vtoken.occupancy import BlockOccupancy
 from vtoken.request_kv import RequestKV
 from vtoken.request_options import NO_OPTIONS, RequestOptions
+from vtoken.table_store import TableStore
 from vtoken.token_layer import TokenLayer
 from vtoken.token_table import TokenTable
 
@@ -163,10 +165,9 @@ class NaiveRequest:
         key: content that each token ever computed must have.
         blocks: the block list, 0 for places that were given back.
         sources: places that a plan in flight will empty.
-        dirty: the worker's row is out of date.
+        dirty: the worker needs its row whole: it has none, or tokens moved.
         executed: tokens whose K/V the worker has written.
         row_tokens: what the worker's row holds, as of the last step sent.
-        evicted_since_row: tokens died since then.
         poisoned: its content was lost by a copy that failed after the commit.
         options: what the request itself asked for.
         num_prompt: length of its prompt.
@@ -185,7 +186,6 @@ class NaiveRequest:
     dirty: bool = True
     executed: int = 0
     row_tokens: list[int] = field(default_factory=list)
-    evicted_since_row: bool = False
     poisoned: bool = False
     options: RequestOptions = NO_OPTIONS
     num_prompt: int = 0
@@ -207,13 +207,10 @@ class NaiveRequest:
             del self.slot[token]
             self.num_evicted += 1
         self._give_back(set(range(num_computed // self.block_size)) - self.sources)
-        self.dirty = self.evicted_since_row = True
 
-    def kept_columns(self) -> list[int] | None:
-        """Columns of the worker's row whose tokens survived, if any token died."""
-        if not self.evicted_since_row:
-            return None
-        return [i for i, token in enumerate(self.row_tokens) if token in self.slot]
+    def dropped_columns(self) -> list[int]:
+        """Columns of the worker's row whose tokens died."""
+        return [i for i, token in enumerate(self.row_tokens) if token not in self.slot]
 
     def settle(self, sources: list[int], dst_blocks: list[int], moves: dict[int, int]) -> None:
         """A plan is over; ``moves`` (token -> slot) is empty if it was not committed."""
@@ -319,6 +316,18 @@ def make_request(
     return kv
 
 
+def empty_table(block_size: int = BLOCK_SIZE) -> TokenTable:
+    """A token table without tokens, in a store of its own."""
+    store = TableStore(block_size)
+    return TokenTable(store, store.add_row())
+
+
+def evict_tokens(table: TokenTable, token_ids: np.ndarray) -> list[int]:
+    """Tokens of one table die; the slots that they leave."""
+    rows, counts = np.array([table._row]), np.array([len(token_ids)])
+    return table._store.mark_dead(rows, counts, token_ids).tolist()
+
+
 def fail_allocations(pool: ModelPool, *numbers: int) -> None:
     """From now on these of the pool's allocations, counted from 1, raise."""
     allocate, calls = pool.allocate, itertools.count(1)
@@ -333,7 +342,7 @@ def fail_allocations(pool: ModelPool, *numbers: int) -> None:
 
 def make_table(num_tokens: int, blocks: Sequence[int], block_size: int = BLOCK_SIZE) -> TokenTable:
     """A token table with ``num_tokens`` live tokens in ``blocks``."""
-    table = TokenTable(block_size)
+    table = empty_table(block_size)
     table.sync_new_tokens(np.array(blocks, np.int32), num_tokens)
     return table
 
@@ -357,8 +366,7 @@ def make_signals(
 
 def kill(layer: TokenLayer, kv: RequestKV, victims: Sequence[int], num_computed: int = -1) -> None:
     """Evict chosen tokens, whatever the policy says, as the evictor does it."""
-    end = kv.table.num_tokens if num_computed < 0 else num_computed
-    kv.blocks.remove_tokens(kv.table.evict_tokens(np.array(victims)))
-    kv.num_evicted += len(victims)
-    kv.row_stale = True
-    layer.evictor.free_empty_blocks(kv, end)
+    end = kv.num_tokens if num_computed < 0 else num_computed
+    ids = np.array(victims)
+    columns = kv.table.live_ids().searchsorted(ids)
+    layer.evictor.evict([Victims(kv, end, layer.evictor.policy, ids, columns)])

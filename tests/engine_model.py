@@ -80,6 +80,7 @@ class Entry:
     naive: NaiveRequest
     after: int
     row: list[int] | None
+    dropped: list[int]
     signals: RequestSignals | None
     write_slots: list[int]
     write_keys: list[int]
@@ -367,6 +368,9 @@ class EngineModel:
         for entry in step.entries:
             if entry.row is not None:
                 self.worker_rows[entry.request.req_id] = list(entry.row)
+            else:
+                for column in reversed(entry.dropped):
+                    del self.worker_rows[entry.request.req_id][column]
             self.worker_rows[entry.request.req_id].extend(entry.write_slots)
             self.memory[entry.write_slots] = entry.write_keys
             entry.naive.executed = entry.after
@@ -526,20 +530,17 @@ class EngineModel:
         before = request.computed
         after = request.computed = before + num_new
         kv, naive = self.layer.requests[request.req_id], self.naive.requests[request.req_id]
-        row = self.layer.schedule_tokens(kv, before, after)
+        change = self.layer.schedule_tokens(kv, before, after)
+        slots, dropped = change or (None, None)
         blocks = self.pool.lists[request.req_id]
+        gone = naive.dropped_columns()
         cached = range(len(naive.key), before)
         naive.grow(blocks, map(request.clean_key, cached))
-        assert (row is not None) == naive.dirty
-        if row is not None:
-            assert row.tolist() == list(naive.slot.values())
-            kept = kv.kept_columns
-            policies = [POLICIES[self.layer.config.policy]]
-            policies += map(self._policy_of, self.naive.requests.values())
-            observes = any(policy.signals for policy in policies)
-            expected = naive.kept_columns() if observes else None
-            assert (None if kept is None else kept.tolist()) == expected
-        naive.dirty = naive.evicted_since_row = False
+        assert (slots is not None) == naive.dirty
+        if slots is not None:
+            assert slots.tolist() == list(naive.slot.values())
+        assert ([] if dropped is None else dropped.tolist()) == gone
+        naive.dirty = False
         if naive.num_evicted:
             base = self._new_base() * _SPAN
             keys = [base + token for token in range(before, after)]
@@ -552,7 +553,8 @@ class EngineModel:
             request=request,
             naive=naive,
             after=after,
-            row=None if row is None else row.tolist(),
+            row=None if slots is None else slots.tolist(),
+            dropped=gone,
             signals=self._signals(request, kv, after),
             write_slots=[naive.slot[token] for token in range(before, after)],
             write_keys=keys,

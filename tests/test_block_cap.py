@@ -119,9 +119,10 @@ def test_modes_take_the_same_decisions_under_a_cap() -> None:
 
 def test_packing_gets_by_with_few_free_blocks() -> None:
     """Sources of the first plan are room for the next; with none it waits for the next cut."""
-    layer, pool = make_layer(ModelPool(12), **CAPPED, max_source_blocks=2, headroom_blocks=0)
+    fields = {**CAPPED, "max_source_blocks": 2, "headroom_blocks": 0, "seed": 5}
+    layer, pool = make_layer(ModelPool(12), **fields)
     kv = make_request(layer, pool, num_tokens=40)
-    taken = pool.allocate(1)  # one block is left
+    taken = pool.allocate(1)  # one block is left, and with this seed one is emptied
     layer.evict_if_due(kv, 40)
     assert kv.num_retained == kv.ideal_blocks == 3
     assert len(layer.reclamation.take_urgent()) > 1

@@ -251,15 +251,16 @@ def test_first_eviction_stops_prefix_caching() -> None:
     assert pool.uncached == {"a"}
 
 
-def test_eviction_makes_the_row_stale_once() -> None:
-    """The next step sends the whole row, the one after appends."""
+def test_eviction_is_told_to_the_worker_once() -> None:
+    """The next step names the columns that die, the one after nothing."""
     layer, pool = make_layer(policy="streaming_llm", budget_tokens=8, evict_interval_tokens=99)
     kv = make_request(layer, pool, num_tokens=12)
     layer.evict_if_due(kv, 12)
     assert pool.grow("a", 14)
-    row = layer.schedule_tokens(kv, 12, 13)
-    assert row is not None
-    assert row.tolist() == kv.table.live_slots().tolist()[:-1]
+    change = layer.schedule_tokens(kv, 12, 13)
+    assert change is not None
+    assert change.dropped is not None
+    assert (change.slots, change.dropped.tolist()) == (None, [1, 2, 3, 4])
     assert layer.schedule_tokens(kv, 13, 14) is None
 
 

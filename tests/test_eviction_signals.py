@@ -11,7 +11,6 @@ from tests.core_models import ModelPool, make_config, make_signals
 from vtoken.observation import ATTENTION_SUM, RequestSignals
 from vtoken.policies.random import RandomPolicy
 from vtoken.request_kv import RequestKV
-from vtoken.request_options import RequestOptions
 from vtoken.token_layer import TokenLayer
 
 PROMPT = 40
@@ -151,49 +150,50 @@ def test_whole_pages_never_leaves_a_partial_page() -> None:
     assert set(per_page.tolist()) == {0, 4}
 
 
-def test_kept_columns_select_the_survivors_of_the_workers_row() -> None:
-    """Composed over evictions between two rows, and absent when only places changed."""
+def test_columns_name_the_dead_of_the_workers_row() -> None:
+    """Composed over evictions between two steps, and absent when only places changed."""
     layer, kv = make_layer()
     assert layer.schedule_tokens(kv, PROMPT, PROMPT + 1) is None
     row_before = live(kv)
     layer.evict_if_due(kv, PROMPT + 1, signals_of(kv))
     layer.patch({"budget_tokens": 12})
     layer.evict_if_due(kv, PROMPT + 1, signals_of(kv))
-    row = layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2)
-    assert row is not None
-    assert kv.kept_columns is not None
-    assert [row_before[c] for c in kv.kept_columns] == live(kv)[:-1]
-    kv.row_stale = True  # as a relocation leaves it
-    assert layer.schedule_tokens(kv, PROMPT + 2, PROMPT + 3) is not None
-    assert kv.kept_columns is None
+    change = layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2)
+    assert change is not None
+    assert change.dropped is not None
+    assert change.slots is None
+    assert np.delete(row_before, change.dropped).tolist() == live(kv)[:-1]
+    kv.send_row()  # as after a relocation
+    change = layer.schedule_tokens(kv, PROMPT + 2, PROMPT + 3)
+    assert change is not None
+    assert change.dropped is None
+    assert change.slots is not None
 
 
-def test_kept_columns_know_that_a_token_in_flight_died_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Under pressure a token may go while it is computed; the row then sent is without it."""
+def test_columns_know_that_a_token_in_flight_died_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under pressure a token may go while it is computed; the worker's row is then without it."""
     victims = [np.array([20, 21]), np.array([5])]
     monkeypatch.setattr(RandomPolicy, "select_victims", lambda *_: victims.pop(0))
     early = {"evict_free_ratio": 0.9, "evict_during_prefill": True}
     layer, kv = make_layer(policy="random", budget_tokens=None, keep_ratio=0.94, **early)
-    layer.admit("scored", 8, 8, 7, RequestOptions.parse({"vtoken_policy": "h2o"}))
     layer.evictor.evict_early(kv)
     assert 20 not in live(kv)
-    assert layer.schedule_tokens(kv, PROMPT, PROMPT + 1) is not None
+    change = layer.schedule_tokens(kv, PROMPT, PROMPT + 1)
+    assert change is not None
+    assert (change.slots, change.dropped.tolist()) == (None, [20, 21])  # type: ignore[union-attr]
     row = live(kv)
     layer.patch({"recent_tokens": 2})  # due at once
     layer.evict_if_due(kv, 18)  # the output of an earlier step
-    assert layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2) is not None
-    assert kv.kept_columns is not None
-    assert [row[c] for c in kv.kept_columns] == live(kv)[:-1] == [t for t in row if t != 5]
+    change = layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2)
+    assert change is not None
+    assert change.dropped is not None
+    assert np.delete(row, change.dropped).tolist() == live(kv)[:-1] == [t for t in row if t != 5]
 
 
-def test_without_scores_no_columns_are_sent() -> None:
+def test_without_scores_nothing_is_observed() -> None:
     """A policy that looks at nothing pays for nothing."""
     layer, kv = make_layer(policy="streaming_llm")
     layer.evict_if_due(kv, PROMPT)
-    assert layer.schedule_tokens(kv, PROMPT, PROMPT + 1) is not None
-    assert kv.kept_columns is None
     assert layer.observation() is None
     assert layer.to_observe(kv, PROMPT, PROMPT + 4) is None
     assert not layer.wants_signals(kv, 10**6)

@@ -20,6 +20,15 @@ def make_blocks(
     return blocks
 
 
+def remove(blocks: RequestBlocks, block_ids: list[int]) -> list[int]:
+    """One live token less for each entry; the places that are left empty."""
+    rows, counts = np.array([blocks.row]), np.array([len(block_ids)])
+    ids = np.array(block_ids, np.int32)
+    whose, places = blocks._pool.remove_tokens(rows, counts, ids)
+    assert not whose.any()
+    return places.tolist()
+
+
 def totals(occupancy: BlockOccupancy) -> tuple[int, int, list[int]]:
     return (
         occupancy.live_tokens,
@@ -92,7 +101,7 @@ def test_remove_counts_repeated_blocks() -> None:
     """One entry per victim, in any order."""
     occupancy = BlockOccupancy(9, 4)
     blocks = make_blocks(occupancy, [7, 3, 5], 12)
-    blocks.remove_tokens(np.array([5, 7, 5, 5], np.int32))
+    remove(blocks, [5, 7, 5, 5])
     assert blocks.num_live.tolist() == [3, 4, 1]
     assert totals(occupancy) == (8, 3, [0, 1, 0, 1, 1])
 
@@ -101,7 +110,7 @@ def test_shared_block_counts_once_per_holder() -> None:
     """Two holders of a prefix block have their own n_b for it."""
     occupancy = BlockOccupancy(9, 4)
     first, second = make_blocks(occupancy, [1, 2], 8), make_blocks(occupancy, [1, 3], 8)
-    first.remove_tokens(np.array([1, 1], np.int32))
+    remove(first, [1, 1])
     assert (first.num_live.tolist(), second.num_live.tolist()) == ([2, 4], [4, 4])
     assert totals(occupancy) == (14, 4, [0, 0, 1, 0, 3])
 
@@ -110,12 +119,10 @@ def test_given_back_places_keep_positions() -> None:
     """The list keeps its length, the place its index, and F forgets the block."""
     occupancy = BlockOccupancy(9, 4)
     blocks = make_blocks(occupancy, [1, 2, 3], 12)
-    blocks.remove_tokens(np.array([2] * 4, np.int32))
-    assert blocks.empty_indices(3).tolist() == [1]
-    assert blocks.empty_indices(1).tolist() == []
+    assert remove(blocks, [2] * 3) == []
+    assert remove(blocks, [2]) == [1]
     assert blocks.give_back(at(1)).tolist() == [2]
     assert blocks.ids.tolist() == [1, GIVEN_BACK, 3]
-    assert blocks.empty_indices(3).tolist() == []
     assert (blocks.length, blocks.retained) == (3, 2)
     assert totals(occupancy) == (8, 2, [0, 0, 0, 0, 2])
     assert occupancy.waste_ratio == 0
@@ -126,7 +133,7 @@ def test_give_back_refuses_live_and_empty_places(place: int) -> None:
     """A block with live tokens, or none at all, cannot go back; nothing changes."""
     occupancy = BlockOccupancy(9, 4)
     blocks = make_blocks(occupancy, [1, 2], 8)
-    blocks.remove_tokens(np.array([2] * 4, np.int32))
+    remove(blocks, [2] * 4)
     blocks.give_back(at(1))
     before = totals(occupancy)
     with pytest.raises(TokenTableError, match=rf"places \[{place}\] .* cannot give them back"):
@@ -138,12 +145,12 @@ def test_relocate_puts_destinations_into_first_sources() -> None:
     """Destinations take the first places, later sources are given back."""
     occupancy = BlockOccupancy(12, 4)
     blocks = make_blocks(occupancy, [1, 2, 3, 4, 5], 20)
-    blocks.remove_tokens(np.array([1, 1, 1, 3, 3, 4, 4, 4], np.int32))  # n = 1, 4, 2, 1, 4
+    remove(blocks, [1, 1, 1, 3, 3, 4, 4, 4])  # n = 1, 4, 2, 1, 4
     blocks.relocate(at(0, 2, 3), np.array([9], np.int32), np.array([4], np.int32))
     assert blocks.ids.tolist() == [9, 2, 0, 0, 5]
     assert blocks.num_live.tolist() == [4, 4, 0, 0, 4]
     assert totals(occupancy) == (12, 3, [0, 0, 0, 0, 3])
-    blocks.remove_tokens(np.array([9], np.int32))
+    remove(blocks, [9])
     assert blocks.num_live.tolist() == [3, 4, 0, 0, 4]
 
 
@@ -151,7 +158,7 @@ def test_clear_takes_the_request_out() -> None:
     """Only the other request remains in the totals."""
     occupancy = BlockOccupancy(9, 4)
     gone, stays = make_blocks(occupancy, [1, 2, 3], 11), make_blocks(occupancy, [1, 4], 6)
-    gone.remove_tokens(np.array([2] * 4, np.int32))
+    remove(gone, [2] * 4)
     gone.give_back(at(1))
     gone.clear()
     assert (gone.length, gone.retained) == (0, 0)

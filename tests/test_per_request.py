@@ -203,9 +203,10 @@ def test_rows_of_every_request_follow_while_somebody_observes() -> None:
     kv = make_request(layer, pool, "p", num_tokens=12)
     evict(layer, kv)
     assert pool.grow("p", 13)
-    layer.schedule_tokens(kv, 12, 13)
-    assert kv.kept_columns is not None
-    assert kv.kept_columns.tolist() == [0, *range(5, 12)]
+    change = layer.schedule_tokens(kv, 12, 13)
+    assert change is not None
+    assert change.dropped is not None
+    assert change.dropped.tolist() == [1, 2, 3, 4]
 
 
 def test_policy_with_signals_evicts_at_the_end_of_its_own_prefill() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core_models import make_table
+from tests.core_models import evict_tokens, make_table
 from vtoken.planner import BlockSnapshot, Rejection, SourceChoice, build_moves, choose_sources
 from vtoken.stats import SKIP_REASONS
 
@@ -123,7 +123,7 @@ def test_moves_keep_logical_order_and_fill_without_gap(data: st.DataObject) -> N
     blocks = data.draw(st.permutations(range(1, num_blocks + 1)))
     table = make_table(num_blocks * size, blocks, size)
     dead = data.draw(st.sets(st.integers(0, num_blocks * size - 1)))
-    table.evict_tokens(np.array(sorted(dead), np.int64))
+    evict_tokens(table, np.array(sorted(dead), np.int64))
     sources = data.draw(st.lists(st.sampled_from(blocks), unique=True))
     dst_blocks = np.array(data.draw(st.permutations(range(20, 28))), np.int32)[: len(sources)]
 

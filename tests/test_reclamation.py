@@ -244,8 +244,9 @@ def test_request_goes_on_after_a_commit() -> None:
     layer, pool, kv = make_holes()
     layer.settle(plan_one(layer, kv).ticket, None)
     assert pool.grow("a", 29)
-    row = layer.schedule_tokens(kv, 17, 29)
-    assert row is not None
+    change = layer.schedule_tokens(kv, 17, 29)
+    assert change is not None
+    assert change.slots is not None
     kill(layer, kv, [4, 8, 12, 18, 19, 21, 22, 23, 25])
     (plan,) = layer.plan_relocations([(kv, 29)])
     layer.settle(plan.ticket, None)

@@ -20,9 +20,10 @@ def test_first_step_sends_the_prefix_as_row() -> None:
     assert pool.start_request("b", ["h0", "h1"]) == 2
     assert pool.grow("b", 11)
     kv = layer.admit("b", 11, 11, 0)
-    row = layer.schedule_tokens(kv, 8, 11)
-    assert row is not None
-    assert row.tolist() == [b * 4 + i for b in pool.lists["a"][:2] for i in range(4)]
+    change = layer.schedule_tokens(kv, 8, 11)
+    assert change is not None
+    assert change.slots is not None
+    assert change.slots.tolist() == [b * 4 + i for b in pool.lists["a"][:2] for i in range(4)]
     assert kv.table.num_tokens == 11
     layer.check_all()
 
@@ -42,12 +43,15 @@ def test_row_is_not_touched_by_later_changes() -> None:
     layer, pool = make_layer(budget_tokens=8)
     kv = make_request(layer, pool, num_tokens=12)
     layer.evict_if_due(kv, 12)
+    kv.send_row()
     assert pool.grow("a", 13)
-    row = layer.schedule_tokens(kv, 12, 13)
-    assert row is not None
-    before = row.tolist()
+    change = layer.schedule_tokens(kv, 12, 13)
+    assert change is not None
+    assert change.slots is not None
+    assert change.dropped is not None
+    before = change.slots.tolist(), change.dropped.tolist()
     kill(layer, kv, [11])
-    assert row.tolist() == before
+    assert (change.slots.tolist(), change.dropped.tolist()) == before
 
 
 def test_admitting_twice_is_our_own_mistake() -> None:

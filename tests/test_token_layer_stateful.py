@@ -25,7 +25,7 @@ from tests.engine_model import (
 )
 from vtoken.documents import Documents
 from vtoken.errors import VTokenError
-from vtoken.eviction import Evictor
+from vtoken.eviction import Evictor, Victims
 from vtoken.reclamation import ReclamationManager
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_table import TokenTable
@@ -95,7 +95,7 @@ def test_holders_of_shared_blocks_let_go_together(
         shared_tokens=(0, 4 * block_size, 5 * block_size),
         options_ratio=0,
     )
-    drive_sharing(model, random.Random(7), 5000)
+    drive_sharing(model, random.Random(7), 7000)
     assert model.counts.shared >= 5
     assert model.counts.rolled_back
     assert model.counts.failed
@@ -202,13 +202,13 @@ def _early_free(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _sources_freed_in_flight(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def free_empty_blocks(self: Evictor, kv: RequestKV, num_computed: int) -> None:
-        plan, kv.plan = kv.plan, None
-        original(self, kv, num_computed)
-        kv.plan = plan
+    def free_emptied(self: Evictor, victims: Victims, places: np.ndarray) -> None:
+        plan, victims.kv.plan = victims.kv.plan, None
+        original(self, victims, places)
+        victims.kv.plan = plan
 
-    original = Evictor.free_empty_blocks
-    monkeypatch.setattr(Evictor, "free_empty_blocks", free_empty_blocks)
+    original = Evictor._free_emptied
+    monkeypatch.setattr(Evictor, "_free_emptied", free_emptied)
 
 
 def _shared_blocks_move(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +233,22 @@ def _rows_not_refreshed(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ReclamationManager, "_commit", commit)
 
 
+def _columns_of_the_first_death_only(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop_columns(self: RequestKV, columns: np.ndarray) -> None:
+        self.dropped = columns if self.dropped is None else self.dropped
+
+    monkeypatch.setattr(RequestKV, "drop_columns", drop_columns)
+
+
+def _columns_lost_by_a_relocation(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_row(self: RequestKV) -> None:
+        original(self)
+        self.dropped = None
+
+    original = RequestKV.send_row
+    monkeypatch.setattr(RequestKV, "send_row", send_row)
+
+
 def _dead_tokens_move_too(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenTable, "is_live", lambda self, ids: np.ones(len(ids), bool))
 
@@ -252,6 +268,8 @@ def _nobody_keeps_a_document(model: EngineModel, monkeypatch: pytest.MonkeyPatch
         _shared_blocks_move,
         _one_holder_lets_go,
         _rows_not_refreshed,
+        _columns_of_the_first_death_only,
+        _columns_lost_by_a_relocation,
         _dead_tokens_move_too,
         _nobody_keeps_a_document,
     ],

@@ -8,12 +8,11 @@ is Eq. (1) to the letter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.errors import TokenTableError
+from vtoken.table_store import GROUP, NOBODY, TableStore
 
 GIVEN_BACK = 0
 """Block id in a place whose block went back to the pool (vLLM's null block)."""
@@ -22,7 +21,7 @@ _Index = NDArray[np.int64]
 
 
 class BlockOccupancy:
-    """Totals over all held blocks of all requests; O(1) per changed block."""
+    """Totals over all held blocks of all requests, and the tables that they are counted in."""
 
     def __init__(self, num_pool_blocks: int, block_size: int) -> None:
         """Start with no block held.
@@ -32,9 +31,9 @@ class BlockOccupancy:
             block_size: slots per block (S).
         """
         self.block_size = block_size
+        self.store = TableStore(block_size, num_pool_blocks)
         self.live_tokens = 0
         self.retained_blocks = 0
-        self._num_by_live = np.zeros(block_size + 1, np.int64)
         # Where a block stands in its holder's block list. One array serves all requests: blocks
         # are shared only as common prefix, so every holder has them at the same index.
         self._index_of_block = np.zeros(num_pool_blocks, np.int32)
@@ -48,37 +47,85 @@ class BlockOccupancy:
     @property
     def low_utilization_block_ratio(self) -> float:
         """Share of held blocks with u_b <= 1/2 (paper Fig. 1)."""
-        low = int(self._num_by_live[: self.block_size // 2 + 1].sum())
+        low = int(self.blocks_by_live_tokens()[: self.block_size // 2 + 1].sum())
         return low / self.retained_blocks if self.retained_blocks else 0.0
 
     def blocks_by_live_tokens(self) -> NDArray[np.int64]:
-        """``[S + 1]``: how many held blocks have 0, 1, … S live tokens."""
-        return self._num_by_live.copy()
+        """``[S + 1]``: how many held blocks have 0, 1, … S live tokens; looks at each of them."""
+        held = self.store.block_live[self.store.block_id != GIVEN_BACK]
+        return np.bincount(held, minlength=self.block_size + 1)
 
     def blocks_by_utilization(self, num_ranges: int) -> NDArray[np.int64]:
         """How many held blocks have u_b in ``(i / num_ranges, (i + 1) / num_ranges]``, by ``i``.
 
-        Empty blocks count with the first range. ``[num_ranges]``; O(S).
+        Empty blocks count with the first range. ``[num_ranges]``; looks at each block.
         """
         live = np.arange(self.block_size + 1)
         where = np.maximum(0, -(-live * num_ranges // self.block_size) - 1)
-        counts = np.bincount(where, self._num_by_live, num_ranges)
+        counts = np.bincount(where, self.blocks_by_live_tokens(), num_ranges)
         blocks: NDArray[np.int64] = counts.astype(np.int64)
         return blocks
 
     def new_request(self) -> RequestBlocks:
-        """Occupancy of one more request, with no block yet."""
-        return RequestBlocks(self)
+        """Occupancy of one more request, with no block yet, in a new row of the store."""
+        return RequestBlocks(self, self.store.add_row())
 
-    @property
-    def may_hold_empty_blocks(self) -> bool:
-        """Whether any request holds a block without live token."""
-        return bool(self._num_by_live[0])
+    # -- many requests at once -------------------------------------------------------------
 
-    def _changed(self, before: NDArray[Any], after: NDArray[Any]) -> None:
-        bins = self.block_size + 1
-        self._num_by_live += np.bincount(after, minlength=bins)
-        self._num_by_live -= np.bincount(before, minlength=bins)
+    def add_one_block(self, rows: _Index, block_ids: NDArray[np.int32]) -> None:
+        """Append one newly allocated block to each of these requests; ``[n]`` each."""
+        store = self.store
+        places = store.num_places[rows]
+        for i in (places >= store.num_reserved[rows]).nonzero()[0].tolist():
+            store.reserve(int(rows[i]), int(places[i]) + 1)
+        at = store.first_block[rows] + places
+        store.block_id[at] = block_ids
+        store.block_live[at] = 0
+        store.num_places[rows] += 1
+        store.num_retained[rows] += 1
+        self._index_of_block[block_ids] = places
+        self.retained_blocks += len(rows)
+
+    def add_one_token(self, rows: _Index) -> None:
+        """Each of these requests has one more token, where its block list puts it; ``[n]``."""
+        store, size = self.store, self.block_size
+        token = store.num_tokens[rows]
+        first = store.first_block[rows]
+        block = first + token // size
+        at = first * size + token
+        store.slot[at] = store.block_id[block] * size + token % size
+        store.live[at] = True
+        store.block_live[block] += 1
+        store.group_live[at // GROUP] += 1
+        store.num_tokens[rows] = token + 1
+        store.num_live[rows] += 1
+        self.live_tokens += len(rows)
+
+    def remove_tokens(
+        self, rows: _Index, counts: _Index, block_ids: NDArray[np.int32]
+    ) -> tuple[_Index, _Index]:
+        """Count one live token less in the block of each entry.
+
+        Args:
+            rows, counts: requests, and how many entries each has; ``[n]``.
+            block_ids: one request after the other, blocks may repeat; ``[counts.sum()]``.
+
+        Returns:
+            Where blocks were left without live token: index of the request, and place; ``[m]``
+            each, ascending.
+        """
+        store = self.store
+        first = store.first_block[rows]
+        at = first.repeat(counts) + self._index_of_block[block_ids]
+        np.subtract.at(store.block_live, at, np.int32(1))
+        self.live_tokens -= len(block_ids)
+        if np.count_nonzero(store.block_live[at]) == len(at):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        empty = np.unique(at[store.block_live[at] == 0])
+        beyond = empty[:, None] - first
+        inside = (beyond >= 0) & (beyond < store.num_places[rows])
+        whose, which = inside.T.nonzero()
+        return whose, beyond[which, whose]
 
 
 class RequestBlocks:
@@ -86,80 +133,56 @@ class RequestBlocks:
 
     ``ids[i]`` is the block at list index ``i`` or :data:`GIVEN_BACK`; ``num_live[i]`` its
     ``n_b``. The length never shrinks, as in vLLM, so that positions stay logical.
+
+    Attributes:
+        row: of the store.
     """
 
-    __slots__ = ("_ids", "_live", "_pool", "length", "retained")
+    __slots__ = ("_pool", "_store", "row")
 
-    def __init__(self, pool: BlockOccupancy) -> None:
+    def __init__(self, pool: BlockOccupancy, row: int) -> None:
         self._pool = pool
-        self.length = 0
-        self.retained = 0
-        self._ids = np.zeros(32, np.int32)
-        self._live = np.zeros(32, np.int32)
+        self._store = pool.store
+        self.row = row
+
+    @property
+    def length(self) -> int:
+        """Places of the block list."""
+        return int(self._store.num_places[self.row])
+
+    @property
+    def retained(self) -> int:
+        """Blocks held."""
+        return int(self._store.num_retained[self.row])
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """``[length]`` block ids, a view."""
-        return self._ids[: self.length]
+        return self._store.block_id[self._store.places_of(self.row)]
 
     @property
     def num_live(self) -> NDArray[np.int32]:
         """``[length]`` live tokens per block (n_b), a view."""
-        return self._live[: self.length]
+        return self._store.block_live[self._store.places_of(self.row)]
 
     def extend(self, block_ids: NDArray[np.int32]) -> None:
         """Append newly allocated blocks, still without live tokens."""
-        n = len(block_ids)
-        if self.length + n > len(self._ids):
-            extra = max(len(self._ids), n)
-            self._ids = np.concatenate([self._ids, np.zeros(extra, np.int32)])
-            self._live = np.concatenate([self._live, np.zeros(extra, np.int32)])
-        end = self.length + n
-        self._ids[self.length : end] = block_ids
-        self._live[self.length : end] = 0
-        self._pool._index_of_block[block_ids] = np.arange(self.length, end)
-        self.length = end
-        self.retained += n
-        self._pool.retained_blocks += n
-        self._pool._num_by_live[0] += n
+        start, end = self.length, self.length + len(block_ids)
+        self._store.reserve(self.row, end)
+        self._store.num_places[self.row] = end
+        self._store.num_retained[self.row] += len(block_ids)
+        self.ids[start:] = block_ids
+        self._pool._index_of_block[block_ids] = np.arange(start, end)
+        self._pool.retained_blocks += len(block_ids)
 
     def add_tokens(self, start: int, end: int) -> None:
         """Count tokens at list positions ``start … end - 1`` (slots of the list) as live."""
-        self.announce_tokens(end - start)
-        self.place_tokens(start, end)
-
-    def announce_tokens(self, num_tokens: int) -> None:
-        """Count tokens in the totals that :meth:`place_tokens` will put into blocks later."""
-        self._pool.live_tokens += num_tokens
-
-    def place_tokens(self, start: int, end: int) -> None:
-        """Put announced tokens, at list positions ``start … end - 1``, into their blocks."""
         size = self._pool.block_size
-        first, last = start // size, (end - 1) // size
-        if last - first < 2:  # decode
-            middle = min(end, (first + 1) * size)
-            self._place(first, middle - start)
-            self._place(last, end - middle)
-            return
-        edges = np.arange(first, last + 1) * size
+        touched = np.arange(start // size, (end - 1) // size + 1)
+        edges = touched * size
         added = np.minimum(edges + size, end) - np.maximum(edges, start)
-        self._set_live(np.arange(first, last + 1), self._live[first : last + 1] + added)
-
-    def _place(self, index: int, num_tokens: int) -> None:
-        before = int(self._live[index])
-        self._live[index] = before + num_tokens
-        self._pool._num_by_live[before] -= 1
-        self._pool._num_by_live[before + num_tokens] += 1
-
-    def remove_tokens(self, block_ids: NDArray[np.int32]) -> None:
-        """Count one live token less in the block of each entry (entries may repeat)."""
-        counts = np.bincount(self._pool._index_of_block[block_ids])
-        touched = counts.nonzero()[0]
-        before = self._live[touched]
-        after = before - counts[touched]
-        self._live[touched] = after
-        self._pool._changed(before, after)
-        self._pool.live_tokens -= len(block_ids)
+        self.num_live[touched] += added.astype(np.int32)
+        self._pool.live_tokens += end - start
 
     def give_back(self, indices: _Index) -> NDArray[np.int32]:
         """Empty places: their blocks are no longer held. Returns the block ids ``[n]``.
@@ -167,16 +190,15 @@ class RequestBlocks:
         Raises:
             TokenTableError: a block still has live tokens, or a place is already empty.
         """
-        ids: NDArray[np.int32] = self._ids[indices]
-        if (ids == GIVEN_BACK).any() or self._live[indices].any():
+        ids: NDArray[np.int32] = self.ids[indices]
+        if (ids == GIVEN_BACK).any() or self.num_live[indices].any():
             raise TokenTableError(
                 f"places {indices.tolist()} hold blocks {ids.tolist()} with "
-                f"{self._live[indices].tolist()} live tokens, cannot give them back"
+                f"{self.num_live[indices].tolist()} live tokens, cannot give them back"
             )
-        self._pool._num_by_live[0] -= len(ids)
         self._pool.retained_blocks -= len(ids)
-        self.retained -= len(ids)
-        self._ids[indices] = GIVEN_BACK
+        self._store.num_retained[self.row] -= len(ids)
+        self.ids[indices] = GIVEN_BACK
         return ids
 
     def relocate(
@@ -189,28 +211,20 @@ class RequestBlocks:
             dst_ids, dst_live: ``[d]``, ``d < k``; blocks and their live tokens.
         """
         d = len(dst_ids)
-        self._pool.live_tokens += int(dst_live.sum()) - int(self._live[sources].sum())
-        self._set_live(sources, np.zeros(len(sources), np.int32))
-        self._ids[sources[:d]] = dst_ids
+        self._pool.live_tokens += int(dst_live.sum()) - int(self.num_live[sources].sum())
+        self.num_live[sources] = 0
+        self.ids[sources[:d]] = dst_ids
         self._pool._index_of_block[dst_ids] = sources[:d]
-        self._set_live(sources[:d], dst_live)
+        self.num_live[sources[:d]] = dst_live
         self.give_back(sources[d:])
 
-    def empty_indices(self, end: int) -> _Index:
-        """Held places below list index ``end`` whose block has no live token."""
-        if not self._pool.may_hold_empty_blocks:
-            return np.empty(0, np.int64)
-        return np.flatnonzero((self._live[:end] == 0) & (self._ids[:end] != GIVEN_BACK))
-
     def clear(self) -> None:
-        """The request is gone: take all its blocks and tokens out of the totals."""
+        """The request is gone: take its blocks and tokens out of the totals, and leave the row."""
+        if self.row == NOBODY:
+            return
         held = np.flatnonzero(self.ids != GIVEN_BACK)
-        self._pool.live_tokens -= int(self._live[held].sum())
-        self._set_live(held, np.zeros(len(held), np.int32))
+        self._pool.live_tokens -= int(self.num_live[held].sum())
+        self.num_live[held] = 0
         self.give_back(held)
-        self.length = 0
-
-    def _set_live(self, indices: _Index, values: NDArray[np.int32]) -> None:
-        before = self._live[indices]
-        self._live[indices] = values
-        self._pool._changed(before, self._live[indices])
+        self._store.release_row(self.row)
+        self.row = NOBODY  # whoever still looks at it sees nothing

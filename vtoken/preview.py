@@ -14,9 +14,9 @@ import numpy as np
 
 from vtoken.config import VTokenConfig
 from vtoken.documents import POOL_FIELDS, Document
-from vtoken.eviction import (
+from vtoken.eviction import Evictor
+from vtoken.eviction_choice import (
     Choice,
-    Evictor,
     first_eviction_at,
     target_live_tokens,
     what_may_go,

@@ -198,7 +198,9 @@ class ReclamationManager:
                 self._stats.inc("reclaim_skipped_total", 1, "in_flight")
                 continue
             choice = self._choose_within(room, kv, num_computed)
-            plan = choice if isinstance(choice, Rejection) else self._reserve(kv, choice)
+            plan = (
+                choice if isinstance(choice, Rejection) else self._reserve(kv, choice, num_computed)
+            )
             if isinstance(plan, Rejection):
                 self._stats.inc("reclaim_skipped_total", 1, plan.reason)
                 continue
@@ -257,19 +259,19 @@ class ReclamationManager:
             )
             if isinstance(choice, SharedChoice):
                 room.take(choice.num_destinations, from_spare=True)
-                holders = [free[h][0] for h in choice.holders]
+                holders = [free[h] for h in choice.holders]
                 plans += self._reserve_group(holders, choice.choices)
         return plans
 
     def _reserve_group(
-        self, holders: list[RequestKV], choices: tuple[SourceChoice, ...]
+        self, holders: list[tuple[RequestKV, int]], choices: tuple[SourceChoice, ...]
     ) -> list[RelocationPlan]:
         """A plan for every holder, or none at all."""
         plans: list[RelocationPlan] = []
-        for kv, choice in zip(holders, choices, strict=True):
-            plan = self._reserve(kv, choice)
+        for (kv, num_computed), choice in zip(holders, choices, strict=True):
+            plan = self._reserve(kv, choice, num_computed)
             if isinstance(plan, Rejection):
-                for holder, reserved in zip(holders, plans, strict=False):
+                for (holder, _), reserved in zip(holders, plans, strict=False):
                     holder.plan = None
                     self._roll_back(reserved, "failed")
                 return []
@@ -335,7 +337,9 @@ class ReclamationManager:
             left -= len(private)
         return eligible
 
-    def _reserve(self, kv: RequestKV, choice: SourceChoice) -> RelocationPlan | Rejection:
+    def _reserve(
+        self, kv: RequestKV, choice: SourceChoice, num_computed: int
+    ) -> RelocationPlan | Rejection:
         try:
             dst_blocks = self._pool.allocate(choice.num_destinations)
         except Exception:
@@ -347,7 +351,7 @@ class ReclamationManager:
         moves = build_moves(
             live_ids, kv.table.slots_of(live_ids), sources, dst_blocks, kv.table.block_size
         )
-        kv.plan = RelocationPlan(kv.req_id, choice.indices, dst_blocks, moves)
+        kv.plan = RelocationPlan(kv.req_id, choice.indices, dst_blocks, moves, num_computed)
         return kv.plan
 
     # -- urgent ----------------------------------------------------------------------------
@@ -393,7 +397,7 @@ class ReclamationManager:
         choice = self._choose(kv, num_computed, max_sources, self._pool.num_free_blocks())
         if isinstance(choice, Rejection):
             return choice
-        plan = self._reserve(kv, choice)
+        plan = self._reserve(kv, choice, num_computed)
         if isinstance(plan, Rejection):
             return plan
         self._stamp([plan])
@@ -533,7 +537,7 @@ class ReclamationManager:
         )
         self._count_freed(int((~self._pool.shared(sources)).sum()) - len(plan.dst_blocks))
         self._pool.free(sources[::-1].tolist())
-        kv.row_stale = True
+        kv.send_row()
         self._stats.inc("relocations_total", 1, "committed")
         self._stats.inc("relocated_tokens_total", len(dst_slots))
 
@@ -558,9 +562,14 @@ class ReclamationManager:
 
 def _by_waste(requests: Iterable[tuple[RequestKV, int]]) -> list[tuple[RequestKV, int]]:
     """Requests that hold more blocks than their live tokens need, most wasteful first."""
-    wasteful = [(kv, done) for kv, done in requests if kv.num_retained > kv.ideal_blocks]
-    wasteful.sort(key=lambda item: item[0].ideal_blocks - item[0].num_retained)
-    return wasteful
+    candidates = list(requests)
+    if not candidates:
+        return []
+    store = candidates[0][0].store
+    rows = np.fromiter((kv.row for kv, _ in candidates), np.int64, len(candidates))
+    waste = store.num_retained[rows] + -store.num_live[rows] // store.block_size
+    order = np.argsort(-waste, kind="stable")
+    return [candidates[i] for i in order[: np.count_nonzero(waste > 0)].tolist()]
 
 
 def _padded(dst_blocks: NDArray[np.int32], length: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,9 @@ from vtoken.observation import RequestSignals
 from vtoken.occupancy import RequestBlocks
 from vtoken.ports import BlockPoolPort
 from vtoken.request_options import NO_OPTIONS, RequestOptions
+from vtoken.table_store import TableStore
 from vtoken.token_table import TokenTable
-from vtoken.types import IdArray, RelocationMoves
+from vtoken.types import IdArray, RelocationMoves, SlotArray
 
 
 @dataclass(eq=False)
@@ -24,6 +26,7 @@ class RelocationPlan:
         source_indices: ``[k]`` places of the sources in the request's block list, ascending.
         dst_blocks: ``[d]`` blocks taken from the pool, ``d < k``.
         moves: token by token.
+        num_computed: tokens of the request whose K/V was complete when it was made.
         ticket: batch it was sent with.
         orphaned: its request ended first; only the destinations remain to be freed.
     """
@@ -32,34 +35,43 @@ class RelocationPlan:
     source_indices: NDArray[np.int64]
     dst_blocks: NDArray[np.int32]
     moves: RelocationMoves
+    num_computed: int = 0
     ticket: int = 0
     orphaned: bool = False
+
+
+class RowChange(NamedTuple):
+    """What must happen to the worker's row of a request.
+
+    Attributes:
+        slots: the row as it must be, whole, or None: drop columns from what is there.
+        dropped: columns of what is there whose tokens died, ascending, or None. With ``slots``
+            they concern what goes along with the row: accumulated scores.
+    """
+
+    slots: SlotArray | None
+    dropped: IdArray | None
 
 
 @dataclass(eq=False)
 class RequestKV:
     """Table, block occupancy and eviction schedule of one request.
 
-    A decode token goes where its index says, so it is only counted when it is scheduled, and
-    written into :attr:`table` and :attr:`blocks` when somebody looks at them. The totals of
-    :class:`~vtoken.occupancy.BlockOccupancy`, and with them F, never lag behind.
+    Numbers that a step looks at for all requests, such as :attr:`next_evict_at`, are in the
+    :class:`~vtoken.table_store.TableStore`, as table and block list are.
 
     Attributes:
         req_id: vLLM's internal id.
         num_prompt_tokens: length of the prompt.
         request_seed: derived from the prompt, for reproducible random policies.
         prefill_end: logical length at which the prefill is complete.
-        next_evict_at: logical length at which the next eviction is due.
-        num_tokens: logical length, tokens not yet written into the table included.
-        capacity: tokens that the known blocks hold.
         num_evicted: tokens evicted so far.
         plan: relocation in flight, at most one (I4).
-        row_stale: the worker's row must be rebuilt before the next forward.
-        row_ids: ids of the tokens in the worker's row at the first eviction since it was last
-            rebuilt, None if there was none.
+        row_stale: the worker's row must be sent whole before the next forward.
+        dropped: columns of the worker's row that died since the last message, None if none did.
+        left_empty: places of the block list whose block has lost all live tokens but was not
+            closed: others may come, or already be on their way. None if there is none.
         window_missed: the present policy looks at the prefill's last queries, but came after them.
-        kept_columns: with the row last built: columns of the row before that survived, None if
-            no token was evicted in between or nobody observes.
         last_signals: what its last eviction went by, kept only where tokens may go early.
         options: what the request itself asked for.
         generation: in which it arrived; says which policy document it follows.
@@ -70,20 +82,17 @@ class RequestKV:
     """
 
     req_id: str
-    _table: TokenTable
-    _blocks: RequestBlocks
+    store: TableStore
+    blocks: RequestBlocks
     num_prompt_tokens: int
     request_seed: int
     prefill_end: int
-    next_evict_at: int
-    num_tokens: int = 0
-    capacity: int = 0
     num_evicted: int = 0
     plan: RelocationPlan | None = None
-    row_stale: bool = field(default=True)
-    row_ids: IdArray | None = None
+    row_stale: bool = False
+    dropped: IdArray | None = None
+    left_empty: IdArray | None = None
     window_missed: bool = False
-    kept_columns: NDArray[np.int32] | None = None
     last_signals: RequestSignals | None = None
     options: RequestOptions = NO_OPTIONS
     generation: int = 0
@@ -93,43 +102,44 @@ class RequestKV:
     stall_seconds: float = 0.0
 
     @property
-    def table(self) -> TokenTable:
-        """Where each token is; complete."""
-        if self.num_tokens != self._table.num_tokens:
-            self.write_announced()
-        return self._table
+    def row(self) -> int:
+        """Where its numbers are in the store."""
+        return self.blocks.row
 
     @property
-    def blocks(self) -> RequestBlocks:
-        """The block list with live tokens per block; complete."""
-        if self.num_tokens != self._table.num_tokens:
-            self.write_announced()
-        return self._blocks
+    def table(self) -> TokenTable:
+        """Where each token is."""
+        return TokenTable(self.store, self.blocks.row)
+
+    @property
+    def num_tokens(self) -> int:
+        """Logical length."""
+        return int(self.store.num_tokens[self.row])
 
     @property
     def num_live(self) -> int:
         """Live tokens."""
-        return self._table.num_live + self.num_tokens - self._table.num_tokens
+        return int(self.store.num_live[self.row])
 
     @property
     def num_retained(self) -> int:
         """Blocks held."""
-        return self._blocks.retained
+        return self.blocks.retained
 
     @property
     def num_places(self) -> int:
         """Length of the block list, places that were given back included."""
-        return self._blocks.length
+        return self.blocks.length
 
     @property
     def block_size(self) -> int:
         """Slots per block (S)."""
-        return self._table.block_size
+        return self.store.block_size
 
     @property
     def ideal_blocks(self) -> int:
         """⌈live / S⌉: blocks it would hold if live tokens were packed."""
-        return -(-self.num_live // self._table.block_size)
+        return -(-self.num_live // self.block_size)
 
     def growth(self, unknown: int) -> tuple[int, int]:
         """Blocks that its block list may still grow by, within the next steps and in all.
@@ -146,24 +156,53 @@ class RequestKV:
         soon = max(1, -(-self.prefill_end // size) - places)
         return min(soon, in_all), in_all
 
-    def announce_tokens(self, num_tokens: int) -> None:
+    @property
+    def next_evict_at(self) -> int:
+        """Logical length at which the next eviction is due."""
+        return int(self.store.next_evict_at[self.row])
+
+    @next_evict_at.setter
+    def next_evict_at(self, num_tokens: int) -> None:
+        self.store.next_evict_at[self.row] = num_tokens
+
+    def add_tokens(self, num_tokens: int) -> None:
         """The request is ``num_tokens`` long from now on; new tokens are live."""
-        self._blocks.announce_tokens(num_tokens - self.num_tokens)
-        self.num_tokens = num_tokens
+        start = self.num_tokens
+        if num_tokens > start:
+            self.table.sync_new_tokens(self.blocks.ids[start // self.block_size :], num_tokens)
+            self.blocks.add_tokens(start, num_tokens)
 
-    def add_blocks(self, block_ids: NDArray[np.int32]) -> None:
-        """vLLM's block list has grown by these."""
-        self._blocks.extend(block_ids)
-        self.capacity = self._blocks.length * self._table.block_size
+    def drop_columns(self, columns: IdArray) -> None:
+        """Tokens died: those of these columns of the row, as it is after earlier deaths. The
+        caller sets ``row_changed``.
 
-    def write_announced(self) -> None:
-        """Bring table and blocks up to ``num_tokens``; readers get it done for them."""
-        table, blocks = self._table, self._blocks
-        start = table.num_tokens
-        if start == self.num_tokens:
-            return
-        table.sync_new_tokens(blocks.ids[start // table.block_size :], self.num_tokens)
-        blocks.place_tokens(start, self.num_tokens)
+        Args:
+            columns: ascending.
+        """
+        earlier = self.dropped
+        if earlier is not None:
+            # In what earlier deaths left, column c stands behind all that died at or before it.
+            gaps = earlier - np.arange(len(earlier))
+            columns = columns + gaps.searchsorted(columns, "right")
+            columns = np.sort(np.concatenate([earlier, columns]))
+        self.dropped = columns
+
+    def send_row(self) -> None:
+        """The worker's row must be sent whole."""
+        self.row_stale = True
+        self.store.row_changed[self.row] = True
+
+    def take_row_change(self, before: int) -> RowChange | None:
+        """What the worker must do to its row before it appends; each change is handed out once.
+
+        Args:
+            before: logical length without the tokens that it appends.
+        """
+        self.store.row_changed[self.row] = False
+        slots = self.table.live_slots(before) if self.row_stale else None
+        dropped, self.dropped = self.dropped, None
+        self.row_stale = False
+        return None if slots is None and dropped is None else RowChange(slots, dropped)
 
     def give_back(self, places: NDArray[np.int64], pool: BlockPoolPort) -> None:
         """Return the blocks at these places of the block list, without live token, to the pool.

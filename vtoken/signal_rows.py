@@ -2,7 +2,7 @@
 
 Column ``c`` of a row belongs to the ``c``-th live token of the request in that row, as in the
 table of slots. So one step adds to a contiguous range, a relocation changes nothing, and an
-eviction is the same selection of columns that it is for the slots::
+eviction drops the same columns that it drops from the slots::
 
     slots      k₀ k₁ k₂ k₃ … k_len   | stale
     signal     s₀ s₁ s₂ 0  … 0       | 0          observed = 3: later tokens were not seen yet
@@ -27,6 +27,7 @@ from vtoken.observation import (
     ATTENTION_SIGNALS,
     ATTENTION_SUM,
 )
+from vtoken.types import IdArray
 
 
 class SignalRows:
@@ -63,21 +64,20 @@ class SignalRows:
             buffer[row, : self._observed[name][row]] = 0
             self._observed[name][row] = 0
 
-    def keep(self, row: int, columns: NDArray[np.int32]) -> None:
-        """Keep these columns of a row, in order, and drop the others (an eviction).
+    def drop(self, row: int, columns: IdArray) -> None:
+        """Drop these columns of a row (an eviction); the others keep their order.
 
         Args:
             row: to change.
             columns: ascending.
         """
-        kept = torch.from_numpy(columns.astype(np.int64))
         for name, buffer in self._buffers.items():
-            kept = kept.to(buffer.device, non_blocking=True)
             end = int(self._observed[name][row])
-            num_kept = int(np.searchsorted(columns, end))
-            buffer[row, :num_kept] = buffer[row].index_select(0, kept[:num_kept])
-            buffer[row, num_kept:end] = 0
-            self._observed[name][row] = num_kept
+            left = np.delete(np.arange(end), columns[: columns.searchsorted(end)])
+            kept = torch.from_numpy(left).to(buffer.device, non_blocking=True)
+            buffer[row, : len(left)] = buffer[row].index_select(0, kept)
+            buffer[row, len(left) : end] = 0
+            self._observed[name][row] = len(left)
 
     def add(
         self,

@@ -3,10 +3,10 @@
 Knows nothing of vLLM; the scheduler subclass, the property tests and the bookkeeping benchmark
 all drive this same object. Order within one engine step:
 
-    admit / schedule_tokens    for every request that runs in the step
+    admit, schedule_step       for every request that runs in the step
     plan_relocations           after the scheduler has decided, before the message is sent
     settle                     when the worker's report arrives, before anything else
-    evict_if_due               for every request whose tokens were computed
+    evict_due                  for every request whose tokens were computed
     forget                     at any time: finished, aborted or preempted
 """
 
@@ -18,14 +18,14 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vtoken import invariants
 from vtoken.cache_room import Growth
 from vtoken.config import VTokenConfig
 from vtoken.documents import Document
 from vtoken.errors import ConfigError, InvariantViolationError
-from vtoken.eviction import Evictor, first_eviction_at
+from vtoken.eviction import Due, Evictor
+from vtoken.eviction_choice import first_eviction_at
 from vtoken.history import MAX_NOTE_CHARS, ChangeInfo, History
 from vtoken.observation import (
     ATTENTION_SIGNALS,
@@ -40,11 +40,11 @@ from vtoken.ports import BlockPoolPort
 from vtoken.preview import preview, warnings
 from vtoken.receipts import Receipts
 from vtoken.reclamation import ReclamationManager
-from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.request_kv import RelocationPlan, RequestKV, RowChange
 from vtoken.request_options import NO_OPTIONS, RequestOptions
+from vtoken.roster import Roster
 from vtoken.stats import UTILIZATIONS, VTokenStats
-from vtoken.token_table import TokenTable
-from vtoken.types import SlotArray
+from vtoken.types import IdArray, SlotArray
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,11 @@ class TokenLayer:
             ConfigError: the policy or its arguments are unknown.
         """
         self.stats = VTokenStats()
-        self.requests: dict[str, RequestKV] = {}
         self.relocation_disabled: str | None = None  # the violation that stopped it
         self.occupancy = BlockOccupancy(pool.num_total_blocks + 1, pool.block_size)
-        self.evictor = Evictor(config, pool, self.stats)
+        self.roster = Roster(pool, self.occupancy)
+        self.requests = self.roster.requests
+        self.evictor = Evictor(config, pool, self.occupancy, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
         self.reclamation.approves = self._approves
         self.reclamation.growth = self._growth
@@ -114,14 +115,15 @@ class TokenLayer:
             max_num_tokens: logical length that it cannot exceed, if known.
         """
         assert req_id not in self.requests, f"request {req_id} is already tracked"
-        table = TokenTable(self._pool.block_size)
         blocks = self.occupancy.new_request()
         documents = self.evictor.documents
         generation = documents.generation if generation is None else generation
-        due = first_eviction_at(documents.of(generation).config, prefill_end)
-        kv = RequestKV(req_id, table, blocks, num_prompt_tokens, request_seed, prefill_end, due)
+        store = self.occupancy.store
+        kv = RequestKV(req_id, store, blocks, num_prompt_tokens, request_seed, prefill_end)
         kv.options, kv.generation, kv.max_num_tokens = options, generation, max_num_tokens
-        self.requests[req_id] = kv
+        kv.next_evict_at = first_eviction_at(documents.of(generation).config, prefill_end)
+        kv.send_row()
+        self.roster.add(kv)
         if self._may_need_other_signals(kv):
             self._observe_what_is_needed()
         return kv
@@ -133,7 +135,7 @@ class TokenLayer:
             req_id: request.
             num_in_flight: of its tokens, those that are still being computed, for nothing.
         """
-        kv = self.requests.pop(req_id, None)
+        kv = self.roster.remove(req_id)
         if kv is None:
             return
         if kv.options.receipt:
@@ -147,45 +149,17 @@ class TokenLayer:
 
     # -- one step --------------------------------------------------------------------------
 
-    def schedule_tokens(self, kv: RequestKV, num_before: int, num_after: int) -> SlotArray | None:
-        """Register the tokens that this step will compute.
+    def schedule_step(
+        self, num_scheduled: Mapping[str, int], lengths: IdArray
+    ) -> dict[str, RowChange]:
+        """Register the tokens that a step will compute; see :meth:`Roster.schedule_step`."""
+        return self.roster.schedule_step(num_scheduled, lengths)
 
-        Args:
-            kv: the request; tokens ``num_before … num_after - 1`` are new. Tokens below
-                ``num_before`` that are not yet known come from the prefix cache.
-            num_before, num_after: logical lengths before and after the step.
-
-        Returns:
-            Slots of live tokens below ``num_before`` if the worker's row must be rebuilt,
-            else None.
-        """
-        if num_before == kv.num_tokens and num_after <= kv.capacity and not kv.row_stale:
-            # Decode inside the last block. All requests come here in every step, so this is
-            # kv.announce_tokens(num_after) without its calls.
-            self.occupancy.live_tokens += num_after - num_before
-            kv.num_tokens = num_after
-            return None
-        grows = num_after > kv.capacity
-        if grows:
-            kv.add_blocks(self._pool.new_blocks(kv.req_id, kv.num_places))
-        if num_before > kv.num_tokens:
-            kv.announce_tokens(num_before)
-        row = kv.table.live_slots() if kv.row_stale else None
-        if row is not None:
-            kv.kept_columns = self._kept_columns(kv)
-            kv.row_ids = None
-        kv.row_stale = False
-        if num_after > kv.num_tokens:
-            kv.announce_tokens(num_after)
-        if grows:
-            kv.write_announced()  # an empty block would make every eviction look for more
-        return row
-
-    def _kept_columns(self, kv: RequestKV) -> NDArray[np.int32] | None:
-        if kv.row_ids is None or self._observation is None:
-            return None
-        kept: NDArray[np.int32] = np.flatnonzero(kv.table.is_live(kv.row_ids)).astype(np.int32)
-        return kept
+    def schedule_tokens(self, kv: RequestKV, num_before: int, num_after: int) -> RowChange | None:
+        """:meth:`schedule_step` for one request; its tokens ``num_before … num_after - 1`` are
+        new."""
+        lengths = np.array([num_after])
+        return self.schedule_step({kv.req_id: num_after - num_before}, lengths).get(kv.req_id)
 
     def observation(self) -> ObservationSpec | None:
         """What the worker must observe for the policies in use; None: nothing at all."""
@@ -226,18 +200,20 @@ class TokenLayer:
         return self.evictor.wants_signals(kv, num_computed)
 
     def plan_relocations(self, computed: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
-        """Reserve relocations for this step; see :meth:`ReclamationManager.plan_step`."""
-        computed = list(computed)
+        """Reserve relocations for this step; see :meth:`ReclamationManager.plan_step`.
+
+        Nobody looks at ``computed`` unless the pool is worth a look.
+        """
         documents = self.evictor.documents.in_use()
         if any(d.config.max_blocks_per_request is not None for d in documents):
             # Capped requests are packed when they are cut, and at no other time.
-            computed = [item for item in computed if not self._is_capped(item[0])]
+            computed = (item for item in computed if not self._is_capped(item[0]))
         plans = self.reclamation.plan_step(computed)
-        if plans and self.verifies(plans[0].ticket):
-            done = {kv.req_id: num_computed for kv, num_computed in computed}
-            if not all([self._approves(plan, done[plan.req_id]) for plan in plans]):
-                self.reclamation.withdraw(plans, self.requests)
-                return []
+        if not plans or not self.verifies(plans[0].ticket):
+            return plans
+        if not all([self._approves(plan, plan.num_computed) for plan in plans]):
+            self.reclamation.withdraw(plans, self.requests)
+            return []
         return plans
 
     def _growth(self) -> Growth:
@@ -314,16 +290,20 @@ class TokenLayer:
                     lost.append(kv.req_id)
         return lost
 
+    def evict_due(self, step: Iterable[Due]) -> None:
+        """Evict down to the budget where an eviction is due; see :meth:`Evictor.evict_due`.
+
+        Under ``max_blocks_per_request`` what is left of a request is packed at once.
+        """
+        for kv, num_computed, _ in self.evictor.evict_due(step):
+            if self.config.relocates and self._is_capped(kv):
+                self.reclamation.compact(kv, num_computed)
+
     def evict_if_due(
         self, kv: RequestKV, num_computed: int, signals: RequestSignals | None = None
     ) -> None:
-        """Evict down to the budget if the request is due; see :meth:`Evictor.evict_if_due`.
-
-        Under ``max_blocks_per_request`` what is left of it is packed at once.
-        """
-        dealt_with = self.evictor.evict_if_due(kv, num_computed, signals)
-        if dealt_with and self.config.relocates and self._is_capped(kv):
-            self.reclamation.compact(kv, num_computed)
+        """:meth:`evict_due` for one request."""
+        self.evict_due([Due(kv, num_computed, signals)])
 
     def _is_capped(self, kv: RequestKV) -> bool:
         return self.evictor.document_of(kv).config.max_blocks_per_request is not None
@@ -540,8 +520,6 @@ class TokenLayer:
 
     def pool_state(self) -> dict[str, float]:
         """Gauges of the pool as plain numbers, named as the metrics are."""
-        for kv in self.requests.values():
-            kv.write_announced()  # n_b, for the share of low utilisation
         live = self.occupancy.live_tokens
         return {
             "waste_ratio": self.occupancy.waste_ratio,

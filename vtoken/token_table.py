@@ -17,50 +17,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vtoken.errors import PlanError, TokenTableError
-from vtoken.types import IdArray, SlotArray
-
-_INITIAL_CAPACITY = 256
+from vtoken.table_store import GROUP, TableStore
+from vtoken.types import BoolArray, IdArray, SlotArray
 
 
 class TokenTable:
     """Maps logical token ids ``0 … num_tokens - 1`` to ``(block_id, offset)`` with a live bit."""
 
-    __slots__ = ("_live", "_slot", "block_size", "num_live", "num_tokens")
+    __slots__ = ("_row", "_store", "block_size")
 
-    def __init__(self, block_size: int) -> None:
-        """Start empty.
+    def __init__(self, store: TableStore, row: int) -> None:
+        """The table in a row of ``store``, which has memory for its tokens."""
+        self.block_size = store.block_size
+        self._store = store
+        self._row = row
 
-        Args:
-            block_size: slots per block, 1 … 32767.
-        """
-        self.block_size = block_size
-        self.num_tokens = 0
-        self.num_live = 0
-        self._slot = np.zeros(0, np.int32)
-        self._live = np.zeros(0, np.bool_)
-        self._grow(_INITIAL_CAPACITY)
+    @property
+    def num_tokens(self) -> int:
+        """Logical length, dead tokens included."""
+        return int(self._store.num_tokens[self._row])
+
+    @property
+    def num_live(self) -> int:
+        """Live tokens."""
+        return int(self._store.num_live[self._row])
+
+    @property
+    def _slot(self) -> SlotArray:
+        slots: SlotArray = self._store.slot[self._store.tokens_of(self._row)]
+        return slots
+
+    @property
+    def _live(self) -> BoolArray:
+        live: BoolArray = self._store.live[self._store.tokens_of(self._row)]
+        return live
 
     # -- the three mutations ---------------------------------------------------------------
-
-    def evict_tokens(self, token_ids: IdArray) -> NDArray[np.int32]:
-        """Mark tokens dead; attention stops reading them with the next row.
-
-        Args:
-            token_ids: ``[n]`` distinct live ids.
-
-        Returns:
-            ``[n]`` the block of each evicted token.
-
-        Raises:
-            TokenTableError: an id is unknown, dead or repeated; nothing was changed.
-        """
-        ids = np.asarray(token_ids, np.int64)
-        self._require_live(ids)
-        if not _all_distinct(ids):
-            raise TokenTableError(f"{len(ids)} ids to evict, only {len(np.unique(ids))} distinct")
-        self._live[ids] = False
-        self.num_live -= len(ids)
-        return self.blocks_of(ids)
 
     def sync_new_tokens(self, block_ids: NDArray[np.int32], total_tokens: int) -> None:
         """Register tokens ``num_tokens … total_tokens - 1`` as live, where their block puts them.
@@ -81,19 +73,24 @@ class TokenTable:
                 f"sync from {start} to {total_tokens} tokens needs {needed} blocks of {size}, "
                 f"got {len(block_ids)}"
             )
-        if total_tokens > len(self._live):
-            self._grow(total_tokens)
-        if needed == 1:  # decode
-            shift = (int(block_ids[0]) - first) * size
-            self._slot[start:total_tokens] = np.arange(start + shift, total_tokens + shift)
-        elif needed:
-            spread = block_ids[:needed, None] * np.int32(size) + np.arange(size, dtype=np.int32)
-            skipped = start - first * size
-            placed = spread.reshape(-1)[skipped : skipped + total_tokens - start]
-            self._slot[start:total_tokens] = placed
-        self._live[start:total_tokens] = True
-        self.num_live += total_tokens - start
-        self.num_tokens = total_tokens
+        if not needed:
+            return
+        store, row = self._store, self._row
+        store.reserve(row, first + needed)
+        spread = block_ids[:needed, None] * np.int32(size) + np.arange(size, dtype=np.int32)
+        skipped = start - first * size
+        store.num_tokens[row] = total_tokens
+        store.num_live[row] += total_tokens - start
+        self._slot[start:] = spread.reshape(-1)[skipped : skipped + total_tokens - start]
+        self._live[start:] = True
+        self._count_in_groups(start, total_tokens)
+
+    def _count_in_groups(self, start: int, end: int) -> None:
+        """New tokens ``start … end - 1`` are live in their groups."""
+        first = self._store.tokens_of(self._row).start // GROUP
+        groups = np.arange(start // GROUP, (end - 1) // GROUP + 1)
+        added = np.minimum((groups + 1) * GROUP, end) - np.maximum(groups * GROUP, start)
+        self._store.group_live[first + groups] += added.astype(np.int32)
 
     def apply_moves(self, token_ids: IdArray, src_slots: SlotArray, dst_slots: SlotArray) -> None:
         """Point tokens at their copies: source cleared and destination set in one step.
@@ -133,18 +130,22 @@ class TokenTable:
 
     def live_ids(self, before: int | None = None) -> IdArray:
         """Ids of live tokens below ``before`` (default: all), ascending; ``[num_live]``."""
-        end = self.num_tokens if before is None else min(before, self.num_tokens)
-        ids: IdArray = self._live[:end].nonzero()[0]
+        ids: IdArray = self._live[:before].nonzero()[0]
         return ids
+
+    def num_live_from(self, start: int) -> int:
+        """Live tokens from ``start`` on: those in flight, of which some may have gone early."""
+        return int(np.count_nonzero(self._live[start:]))
 
     def slots_of(self, token_ids: IdArray) -> SlotArray:
         """Slots of the given tokens (Eq. 2), live or dead; ``[n]`` int32."""
         slots: SlotArray = self._slot.take(token_ids)
         return slots
 
-    def live_slots(self) -> SlotArray:
-        """Slots of all live tokens in logical order: what attention reads; ``[num_live]``."""
-        return self.slots_of(self.live_ids())
+    def live_slots(self, before: int | None = None) -> SlotArray:
+        """Slots of the live tokens below ``before`` (default: all) in logical order: what attention
+        reads; ``[num_live]``."""
+        return self.slots_of(self.live_ids(before))
 
     def blocks_of(self, token_ids: IdArray) -> NDArray[np.int32]:
         """Block ids of the given tokens, live or dead; ``[n]``."""
@@ -156,11 +157,11 @@ class TokenTable:
 
         One pass for each distinct block, without sorting.
         """
-        held_by = self._slot[: self.num_tokens] // self.block_size
-        found = np.zeros(self.num_tokens, np.bool_)
+        held_by = self._slot // self.block_size
+        found = np.zeros(len(held_by), np.bool_)
         for block_id in set(block_ids.tolist()):
             found |= held_by == block_id
-        found &= self._live[: self.num_tokens]
+        found &= self._live
         ids: IdArray = found.nonzero()[0]
         return ids
 
@@ -188,12 +189,6 @@ class TokenTable:
         if len(beside):
             beside = np.setdiff1d(beside, token_ids, assume_unique=True)
         return self.slots_of(beside)
-
-    def _grow(self, needed: int) -> None:
-        old = len(self._live)
-        new = max(2 * old, needed)
-        self._slot = np.concatenate([self._slot, np.zeros(new - old, np.int32)])
-        self._live = np.concatenate([self._live, np.zeros(new - old, np.bool_)])
 
 
 def _ascends(values: NDArray[np.signedinteger]) -> bool:

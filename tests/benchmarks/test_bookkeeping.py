@@ -1,9 +1,11 @@
-"""Bookkeeping at scale: the benchmark runs, work per step is bounded, deferral changes nothing."""
+"""Bookkeeping at scale: the benchmark runs, work per step is bounded, and doing it for all requests
+at once changes nothing."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import numpy as np
 import pytest
 
 from benchmarks.bookkeeping import PHASES, Case, SimulatedRequest, Simulation, main, measure
-from tests.engine_model import EngineModel, drive
 from vtoken.integration.vllm.messages import StepMessage
+from vtoken.live_index import LiveIndex
+from vtoken.occupancy import BlockOccupancy
+from vtoken.policies.random import RandomPolicy
 from vtoken.reclamation import MAX_PLANS_PER_STEP
+from vtoken.table_store import TableStore
 
 INTERVAL = Case(1, 1).interval
 STEPS = {"num_warmup_steps": 32, "num_steps": 64}
@@ -44,20 +49,55 @@ def operations(num_requests: int, num_tokens: int) -> dict[str, float]:
     return result
 
 
-def test_a_step_writes_few_tables() -> None:
-    """Each request is written twice per block, evicted from and sent once per interval."""
-    ops = operations(32, 1024)
-    assert ops["evict_tokens"] == 32 / INTERVAL
-    assert ops["sync_new_tokens"] <= 3 * 32 / INTERVAL
-    assert ops["rows"] <= 32 / INTERVAL + ops["plans"]
+def test_a_step_looks_at_few_tokens() -> None:
+    """Every step evicts as many tokens as it computes; nobody lists a request's live tokens or
+    sends its row but for a relocation."""
+    ops = operations(32, 2048)
+    assert ops["mark_dead"] == 32
+    assert ops["new_blocks"] == 32 / INTERVAL
+    assert ops.get("rows", 0) <= ops["plans"]
+    assert ops.get("live_ids", 0) <= ops["plans"]
 
 
 def test_operations_grow_linearly_with_requests_and_not_with_length() -> None:
-    """Twice the requests: at most twice the operations. Twice the length: no more."""
-    base, more, longer = operations(32, 1024), operations(64, 1024), operations(32, 2048)
-    for name in ("sync_new_tokens", "evict_tokens", "live_ids", "rows"):
-        assert more[name] <= 2.1 * base[name], name
-        assert longer[name] <= 1.1 * base[name], name
+    """Twice the requests: twice the operations. Twice the length: no more."""
+    base, more, longer = operations(32, 2048), operations(64, 2048), operations(32, 4096)
+    for name in ("mark_dead", "new_blocks"):
+        assert more[name] == 2 * base[name], name
+        assert longer[name] == base[name], name
+
+
+@pytest.mark.parametrize("num_requests", [16, 48])
+def test_numpy_is_called_as_often_for_many_requests_as_for_few(
+    num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests that are due in a step are evicted from in one call."""
+    simulation = Simulation(Case(num_requests, 2048))
+    calls: Counter[str] = Counter()
+    for owner, name in (
+        (TableStore, "mark_dead"),
+        (LiveIndex, "token"),
+        (RandomPolicy, "select_ranks"),
+        (BlockOccupancy, "add_one_token"),
+        (BlockOccupancy, "remove_tokens"),
+    ):
+        count_calls(monkeypatch, owner, name, calls)
+    for _ in range(INTERVAL):
+        simulation.step()
+    assert set(calls.values()) == {INTERVAL}
+    assert len(calls) == 5
+
+
+def count_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, calls: Counter[str]
+) -> None:
+    original = getattr(owner, name)
+
+    def counting(*args: Any) -> Any:
+        calls[name] += 1
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, counting)
 
 
 def test_a_plan_asks_the_pool_about_few_blocks() -> None:
@@ -90,16 +130,17 @@ def test_plans_of_one_step_are_bounded() -> None:
     assert len(seen) == MAX_PLANS_PER_STEP + 8
 
 
-# -- deferred against eager writing --------------------------------------------------------
+# -- all at once against one by one ---------------------------------------------------------
 
 
 def as_lists(message: StepMessage) -> list[Any]:
     """A message as comparable data."""
     rows = {req_id: row.tolist() for req_id, row in message.rows.items()}
+    dropped = {req_id: columns.tolist() for req_id, columns in message.dropped.items()}
     batch = message.relocation
     if batch is None:
-        return [rows]
-    return [rows, batch.req_ids, batch.src_slots.tolist(), batch.dst_slots.tolist()]
+        return [rows, dropped]
+    return [rows, dropped, batch.req_ids, batch.src_slots.tolist(), batch.dst_slots.tolist()]
 
 
 def state_of(simulation: Simulation) -> list[Any]:
@@ -120,65 +161,45 @@ def state_of(simulation: Simulation) -> list[Any]:
     return [requests, layer.pool_state(), layer.occupancy.blocks_by_live_tokens().tolist()]
 
 
-def write_all(simulation: Simulation) -> None:
-    """What eager bookkeeping would have done."""
-    for kv in simulation.layer.requests.values():
-        kv.write_announced()
+def one_by_one(simulation: Simulation) -> None:
+    """Have the layer do for each request alone what it does for all."""
+    layer = simulation.layer
+    schedule_step, evict_due = layer.schedule_step, layer.evict_due
+
+    def schedule_each(num_scheduled: Any, lengths: Any) -> Any:
+        changes = {}
+        for (req_id, num_new), length in zip(num_scheduled.items(), lengths, strict=True):
+            changes |= schedule_step({req_id: num_new}, np.array([length]))
+        return changes
+
+    def evict_each(step: Any) -> None:
+        for due in step:
+            evict_due([due])
+
+    layer.schedule_step = schedule_each  # type: ignore[method-assign]
+    layer.evict_due = evict_each  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_deferred_writing_equals_eager_writing(seed: int) -> None:
+@pytest.mark.parametrize("policy", ["random", "streaming_llm"])
+@pytest.mark.parametrize("seed", range(2))
+def test_all_at_once_equals_one_by_one(policy: str, seed: int) -> None:
     """The same messages and the same F in every step, the same tables at the end."""
-    deferred, eager = Simulation(Case(9, 160)), Simulation(Case(9, 160))
+    together, alone = Simulation(Case(9, 160)), Simulation(Case(9, 160))
+    one_by_one(alone)
+    for simulation in (together, alone):
+        simulation.layer.patch({"policy": policy})
     rng = random.Random(seed)
     for _ in range(300):
-        plan = {req_id: rng.choice((0, 1, 1, 1, 1, 2, 20)) for req_id in deferred.requests}
+        plan = {req_id: rng.choice((0, 1, 1, 1, 1, 2, 20)) for req_id in together.requests}
 
         def num_new(request: SimulatedRequest, plan: dict[str, int] = plan) -> int:
             return plan[request.req_id] if request.num_computed_tokens < 700 else 0
 
-        messages = [as_lists(simulation.step(num_new)) for simulation in (deferred, eager)]
+        messages = [as_lists(simulation.step(num_new)) for simulation in (together, alone)]
         assert messages[0] == messages[1]
-        write_all(eager)
         for name in ("live_tokens", "retained_blocks", "waste_ratio"):
-            assert getattr(deferred.layer.occupancy, name) == getattr(eager.layer.occupancy, name)
+            assert getattr(together.layer.occupancy, name) == getattr(alone.layer.occupancy, name)
         if rng.random() < 0.02:
-            deferred.layer.check_all()
-    assert state_of(deferred) == state_of(eager)
-    deferred.layer.check_all()
-
-
-def test_waste_ratio_counts_tokens_that_are_not_written_yet() -> None:
-    """F is exact while the table is behind, without anybody writing it."""
-    simulation = Simulation(Case(4, 256))
-    simulation.step()
-    occupancy = simulation.layer.occupancy
-    behind = [
-        kv for kv in simulation.layer.requests.values() if kv.num_tokens > kv._table.num_tokens
-    ]
-    assert behind
-    live = sum(kv.num_live for kv in simulation.layer.requests.values())
-    assert occupancy.live_tokens == live
-    before = occupancy.waste_ratio
-    write_all(simulation)
-    assert occupancy.waste_ratio == before
-    assert live == sum(kv.table.num_live for kv in simulation.layer.requests.values())
-
-
-class RarelyChecked(EngineModel):
-    """Compares tables now and then only, since looking at a table writes it."""
-
-    def check(self) -> None:
-        """Every 97th change; contents that the worker reads are compared in every step."""
-        if self.counts.operations % 97:
-            self.counts.operations += 1
-        else:
-            super().check()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_deferral_survives_everything_that_can_happen(seed: int) -> None:
-    """Async steps, preemption, sharing, urgent plans: with tables behind for many steps."""
-    model = RarelyChecked({"policy": "random", "seed": seed})
-    drive(model, random.Random(seed), 12_000)
-    assert model.counts.committed > 20
+            together.layer.check_all()
+    assert state_of(together) == state_of(alone)
+    together.layer.check_all()

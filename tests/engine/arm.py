@@ -320,20 +320,22 @@ def _mix_up_every_copy() -> None:
 
 
 def _break_random_policy() -> None:
-    """A policy that answers with protected, dead and too few tokens in turn."""
+    """A policy that answers with ranks of nobody, too few and repeated ones in turn."""
     import itertools
+
+    import numpy as np
 
     from vtoken.policies.random import RandomPolicy
 
     answers = itertools.cycle(
         [
-            lambda view, n, protected: view.live_ids[:n],
-            lambda view, n, protected: view.live_ids[~protected][: n - 1],
-            lambda view, n, protected: view.live_ids[-1:].repeat(n),
-            lambda view, n, protected: 1 / 0,
+            lambda asked: asked.num_candidates.repeat(asked.num_victims),
+            lambda asked: np.arange(asked.num_victims.sum() - 1),
+            lambda asked: np.zeros(asked.num_victims.sum(), np.int64),
+            lambda asked: 1 / 0,
         ]
     )
-    RandomPolicy.select_victims = lambda self, *args: next(answers)(*args)
+    RandomPolicy.select_ranks = lambda self, asked: next(answers)(asked)
 
 
 MUTANTS = {

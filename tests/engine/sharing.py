@@ -173,10 +173,10 @@ class PlanWatch:
         if self._manager is not None:
             reserve = self._manager._reserve
 
-            def watched(kv: Any, choice: Any) -> Any:
+            def watched(kv: Any, choice: Any, *others: Any) -> Any:
                 sources = kv.blocks.ids[choice.indices].tolist()
                 self.source_references += [self._blocks[block].ref_cnt for block in sources]
-                return reserve(kv, choice)
+                return reserve(kv, choice, *others)
 
             self._manager._reserve = watched
         return self

@@ -74,7 +74,7 @@ def make_stress_spec() -> dict[str, Any]:
     spec = test_stress.make_spec()
     (workload,) = spec["workloads"]
     stress = {**workload["stress"], "num_requests": 24, "output_tokens": [1, 40]}
-    stress["preempt_ratio"] = 0.1
+    stress |= {"preempt_ratio": 0.1, "seed": 2}
     bytes_per_token = 2 * BYTES_PER_TOKEN  # bf16, two KV heads
     engine = {"kv_cache_memory_bytes": 90 * 16 * bytes_per_token, "skip_tokenizer_init": True}
     return {

@@ -42,20 +42,21 @@ class Worker:
         self.observer = Observer(self.rows, self.views)
         self.spec = spec
         self.tokens: dict[str, list[dict[str, Any]]] = {}
-        self.kept: dict[str, list[int]] = {}
+        self.dropped: dict[str, list[int]] = {}
+        self.moved: set[str] = set()
         self.free = list(range(SIZE, BLOCKS * SIZE))
         random.Random(1).shuffle(self.free)
 
     def evict(self, req_id: str, columns: list[int]) -> None:
         """These columns die; the worker hears of it with the next step."""
         tokens = self.tokens[req_id]
-        self.kept[req_id] = [c for c in range(len(tokens)) if c not in columns]
+        self.dropped[req_id] = sorted(columns)
         self.free += [tokens[c]["slot"] for c in columns]
-        self.tokens[req_id] = [tokens[c] for c in self.kept[req_id]]
+        self.tokens[req_id] = [token for c, token in enumerate(tokens) if c not in columns]
 
     def move(self, req_id: str) -> None:
-        """All tokens change place: a row without kept columns, as after a relocation."""
-        self.kept.pop(req_id, None)
+        """All tokens change place: a whole row, as after a relocation."""
+        self.moved.add(req_id)
         for token in self.tokens[req_id]:
             new = self.free.pop()
             for view in self.views.values():
@@ -63,7 +64,6 @@ class Worker:
                 view.value[self.kernel(new)] = view.value[self.kernel(token["slot"])]
             self.free.append(token["slot"])
             token["slot"] = new
-        self.kept[req_id] = []
 
     def kernel(self, slot: int) -> int:
         """Its kernel slot."""
@@ -82,19 +82,20 @@ class Worker:
         for req_id in ended:
             self.free += [token["slot"] for token in self.tokens.pop(req_id)]
         started = [req_id for req_id in batch if req_id not in self.tokens]
-        changed = [*started, *(r for r in self.kept if r in batch)]
+        whole = [*started, *(self.moved & batch.keys())]
         for req_id in started:
             self.tokens[req_id] = []
         message = StepMessage(
-            rows={r: np.array([t["slot"] for t in self.tokens[r]], np.int32) for r in changed},
+            rows={r: np.array([t["slot"] for t in self.tokens[r]], np.int32) for r in whole},
             observation=self.spec,
-            kept={r: np.array(self.kept[r], np.int32) for r in changed if self.kept.get(r)},
+            dropped={r: np.array(self.dropped.pop(r)) for r in batch if r in self.dropped},
             observe=observe,
         )
         self.rows.drop(ended)
         for req_id, slots in message.rows.items():
             self.rows.set_row(req_id, slots)
-            self.kept.pop(req_id, None)
+        self.rows.drop_columns({r: c for r, c in message.dropped.items() if r not in whole})
+        self.moved -= batch.keys()
         self.observer.update_rows(message, started)
         writes = [self.free.pop() for _ in range(sum(batch.values()))]
         num_new = np.array(list(batch.values()), np.int32)
@@ -166,10 +167,10 @@ def test_observer_follows_a_random_life_of_requests() -> None:
             alive = req_id in worker.tokens and req_id not in ended
             if alive and len(worker.tokens[req_id]) > 12 and rng.random() < 0.4:
                 columns = rng.sample(range(len(worker.tokens[req_id])), 5)
-                if req_id not in worker.kept:
+                if req_id not in worker.dropped:
                     worker.evict(req_id, columns)
                     evicted += 1
-            elif alive and req_id not in worker.kept and rng.random() < 0.1:
+            if alive and rng.random() < 0.1:
                 worker.move(req_id)
                 moved += 1
             if rng.random() < 0.8:
@@ -179,7 +180,8 @@ def test_observer_follows_a_random_life_of_requests() -> None:
         if not batch:
             continue
         for req_id in ended:
-            worker.kept.pop(req_id, None)
+            worker.dropped.pop(req_id, None)
+            worker.moved.discard(req_id)
         report = worker.step(batch, observe, ended=ended, want=tuple(batch))
         worker.check(report)
         num_checked += len(report)

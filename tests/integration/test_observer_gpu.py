@@ -43,6 +43,10 @@ class TwinRows(SlotRows):
         super().set_row(req_id, slots)
         self.twin.set_row(req_id, slots)
 
+    def drop_columns(self, dropped: Any) -> None:
+        super().drop_columns(dropped)
+        self.twin.drop_columns(dropped)
+
     def drop(self, req_ids: Any) -> None:
         super().drop(req_ids)
         self.twin.drop(req_ids)

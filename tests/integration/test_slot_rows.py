@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vtoken.errors import TokenTableError
+from vtoken.integration.vllm import device_rows
 from vtoken.integration.vllm.device_rows import DeviceSlotRows
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_view import SlotGeometry
@@ -56,6 +57,19 @@ class RowsAgainstDictionary(RuleBasedStateMachine):
         req_id = data.draw(st.sampled_from(names))
         self.rows.set_row(req_id, slots(*live))
         self.model[req_id] = list(live)
+
+    @precondition(lambda self: any(self.model.values()))
+    @rule(data=st.data())
+    def drop_columns(self, data):
+        """Tokens of some requests die."""
+        full = sorted(req_id for req_id, live in self.model.items() if live)
+        dropped = {}
+        for req_id in data.draw(st.lists(st.sampled_from(full), min_size=1, unique=True)):
+            columns = st.integers(0, len(self.model[req_id]) - 1)
+            dropped[req_id] = np.array(sorted(data.draw(st.sets(columns, min_size=1))))
+        self.rows.drop_columns(dropped)
+        for req_id, columns in dropped.items():
+            self.model[req_id] = np.delete(self.model[req_id], columns).tolist()
 
     @rule(gone=st.sets(st.sampled_from("abcdefg"), max_size=3))
     def drop(self, gone):
@@ -174,6 +188,30 @@ def test_write_slots_must_match_the_new_tokens(make_rows):
     rows.set_row("a", slots())
     with pytest.raises(TokenTableError, match="3 write slots for 2 new tokens"):
         append(rows, ["a"], [2], [1, 2, 3])
+
+
+def test_columns_beyond_the_row_are_refused(make_rows):
+    """A scheduler that counts otherwise than the worker is caught, and nothing changes."""
+    rows = make_rows()
+    rows.set_row("a", slots(5, 6))
+    rows.set_row("b", slots(7, 8, 9))
+    with pytest.raises(TokenTableError, match="column 2 of request 'a' is to go, its row has 2"):
+        rows.drop_columns({"b": np.array([0]), "a": np.array([0, 2])})
+    with pytest.raises(TokenTableError, match="have no slot row"):
+        rows.drop_columns({"x": np.array([0])})
+    assert [rows.canonical(req_id).tolist() for req_id in "ab"] == [[5, 6], [7, 8, 9]]
+
+
+def test_many_rows_are_rewritten_in_parts(make_rows, monkeypatch):
+    """What a device needs beside its table is bounded, and parts give the same rows."""
+    monkeypatch.setattr(device_rows, "_MOST_ENTRIES", 50)
+    rows = make_rows()
+    for i in range(MAX_REQS):
+        rows.set_row(str(i), slots(*range(40 * i, 40 * i + 20)))
+    rows.drop_columns({str(i): np.array([i, 19]) for i in range(MAX_REQS)})
+    for i in range(MAX_REQS):
+        left = [40 * i + c for c in range(19) if c != i]
+        assert rows.canonical(str(i)).tolist() == left
 
 
 def test_device_rows_are_written_once_per_step(monkeypatch):

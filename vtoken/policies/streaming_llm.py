@@ -4,17 +4,19 @@ The paper gives surviving tokens new positions inside the cache; here positions 
 so attention sees the true distance to the sinks.
 """
 
-from vtoken.policies.base import EvictionPolicy, LiveView
-from vtoken.types import BoolArray, IdArray
+import numpy as np
+
+from vtoken.policies.ranks import RankArray, RankPolicy, RankQuestion
+from vtoken.table_store import ragged
 
 
-class StreamingLLMPolicy(EvictionPolicy):
+class StreamingLLMPolicy(RankPolicy):
     """Evicts the oldest tokens behind the sinks: the budget is sinks plus newest tokens."""
 
     name = "streaming_llm"
     summary = "Attention sinks plus the most recent tokens; the oldest others are evicted."
     paper = "arXiv:2309.17453"
 
-    def select_victims(self, view: LiveView, num_victims: int, protected: BoolArray) -> IdArray:
-        """The ``num_victims`` oldest unprotected tokens."""
-        return view.live_ids[~protected][:num_victims]
+    def select_ranks(self, asked: RankQuestion) -> RankArray:
+        """The oldest tokens that may go."""
+        return ragged(np.zeros_like(asked.num_victims), asked.num_victims)

@@ -5,10 +5,13 @@ How many live tokens a row has is known to the host all the same: it was told, o
 every column is computed on the host, and what crosses over are indices, once per step::
 
     host     lens, rows to replace      ──one upload──▶  table[flat] = slots
+    host     columns that die           ──one upload──▶  table[row] = table[row, those that live]
     device   write slots of the step    ───────────────▶  table[flat] = slots
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,7 +24,10 @@ from vtoken.integration.vllm.slot_rows import (
     WriteSlots,
     flat_columns,
 )
-from vtoken.types import SlotArray
+from vtoken.types import IdArray, SlotArray
+
+_MOST_ENTRIES = 2**22
+"""Of rows that are rewritten at once: bounds what that takes beside the table."""
 
 
 class DeviceSlotRows(SlotRows):
@@ -52,6 +58,27 @@ class DeviceSlotRows(SlotRows):
 
     def _write(self, row: int, kernel_slots: SlotArray) -> None:
         self._staged[row] = kernel_slots
+
+    def _remove(self, rows: RowArray, columns: Sequence[IdArray]) -> None:
+        """As the base class's; what a column holds afterwards is looked up on the device."""
+        self._flush()
+        width = int(self._lens[rows].max(initial=0))
+        most = max(map(len, columns), default=0)
+        gaps = np.full((len(rows), 1 + most), self.width, np.int64)
+        gaps[:, 0] = rows
+        for i, gone in enumerate(columns):
+            gaps[i, 1 : 1 + len(gone)] = gone - np.arange(len(gone))
+        there = upload(torch.from_numpy(gaps), self.table.device)
+        target = torch.arange(width, device=self.table.device)
+        part = max(1, _MOST_ENTRIES // max(1, width))
+        for start in range(0, len(rows), part):
+            some = there[start : start + part]
+            targets = target.expand(len(some), -1).contiguous()
+            # Column t takes what stands behind all gaps at or before it.
+            passed = torch.searchsorted(some[:, 1:].contiguous(), targets, right=True)
+            source = (targets + passed).clamp_(max=self.width - 1)
+            kept = self.table.index_select(0, some[:, 0]).gather(1, source)
+            self.table[:, :width].index_copy_(0, some[:, 0], kept)
 
     def _flush(self) -> None:
         """Write all staged rows in one scatter."""

@@ -54,16 +54,16 @@ class StepMessage:
     """Scheduler → worker, with one SchedulerOutput.
 
     Attributes:
-        rows: for each request that is new, resumed or structurally changed: the slots of its
+        rows: for each request that is new, resumed or whose tokens moved: the slots of its
             live tokens *before* this step's new tokens, in logical order. Requests that are
             not named keep the worker's row, to which the worker itself appends.
+        dropped: for each request that lost tokens since its last message: the columns of the
+            worker's present row that go, ascending; ``[n]``. Accumulated scores follow them. Of
+            a request that is also in ``rows`` they concern nothing but the scores.
         urgent: copies to make before anything else happens in this step, one after the other:
             the blocks they free may be written by this very step.
         relocation: copies to start after this step's forward, or None.
         observation: what the worker observes, or None: no hook, no buffers.
-        kept: for requests of ``rows`` that lost tokens: ``[num_live]`` int32, ascending, the
-            columns of the worker's present row that survive. Accumulated scores follow them;
-            a row without entry moved tokens at most in memory, or starts anew.
         observe: per request, which of its queries in this step are observed.
         want_signals: requests whose signals must be reported with this step, each with the
             ids of its live tokens, this step's included (the worker needs only the names).
@@ -73,10 +73,10 @@ class StepMessage:
     """
 
     rows: Mapping[str, SlotArray] = field(default_factory=dict)
+    dropped: Mapping[str, IdArray] = field(default_factory=dict)
     urgent: tuple[RelocationBatch, ...] = ()
     relocation: RelocationBatch | None = None
     observation: ObservationSpec | None = None
-    kept: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
     observe: Mapping[str, Observe] = field(default_factory=dict)
     want_signals: Mapping[str, IdArray] = field(default_factory=dict)
     own_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)

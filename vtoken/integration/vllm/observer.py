@@ -85,16 +85,15 @@ class Observer:
         self._sampled: dict[str, SplitKV] = {}
 
     def update_rows(self, message: StepMessage, started: Iterable[str]) -> None:
-        """Follow the rows of the message: select what survived, clear what starts."""
+        """Follow the rows of the message: drop what died, clear what starts."""
         if message.observation != self._spec:
             self.configure(message.observation)
         if not self._signals.signals:
             return
         for req_id in started:
             self._signals.clear(self._row(req_id))
-        for req_id, columns in message.kept.items():
-            assert len(columns) == len(message.rows[req_id]), f"columns of {req_id} do not fit"
-            self._signals.keep(self._row(req_id), columns)
+        for req_id, columns in message.dropped.items():
+            self._signals.drop(self._row(req_id), columns)
 
     def begin(
         self, observe: Mapping[str, Observe], req_ids: Sequence[str], num_new: NDArray[np.int32]

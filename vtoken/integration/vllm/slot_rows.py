@@ -1,9 +1,9 @@
 """The worker's rows: which slots attention reads, one row per request, in logical order.
 
 A row is the worker's image of a token table. The scheduler sends it whole when a request
-starts, resumes or changes structurally; otherwise the worker appends the slots that each step
-writes. Rows belong to requests, not to places in vLLM's batch: reordering the batch or leaving
-a request out of a step touches nothing here.
+starts, resumes or its tokens moved; it names the columns of tokens that died, and the worker
+appends the slots that each step writes. Rows belong to requests, not to places in vLLM's batch:
+reordering the batch or leaving a request out of a step touches nothing here.
 
     table[row]   k₀ k₁ k₂ … k₍len₋₁₎ | stale …        kernel slots, int32
     lens[row]    number of live entries
@@ -11,7 +11,7 @@ a request out of a step touches nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vtoken.errors import TokenTableError
-from vtoken.types import SlotArray
+from vtoken.types import IdArray, SlotArray
 
 CPU = torch.device("cpu")
 RowArray = NDArray[np.int64]
@@ -94,6 +94,27 @@ class SlotRows:
         self._write(row, self._layout.kernel_slots(slots))
         self._lens[row] = len(slots)
 
+    def drop_columns(self, dropped: Mapping[str, IdArray]) -> None:
+        """Drop entries of rows; those behind them move up.
+
+        Args:
+            dropped: columns of each request's row, ascending.
+
+        Raises:
+            TokenTableError: a request has no row, or the row no such column.
+        """
+        if not dropped:
+            return
+        rows = self.rows(list(dropped))
+        columns = list(dropped.values())
+        for req_id, gone, end in zip(dropped, columns, self.lens(rows), strict=True):
+            if gone[-1] >= end:
+                raise TokenTableError(
+                    f"column {gone[-1]} of request {req_id!r} is to go, its row has {end}"
+                )
+        self._remove(rows, columns)
+        self._lens[rows] -= [len(part) for part in columns]
+
     def drop(self, req_ids: Iterable[str]) -> None:
         """Forget requests that finished or were preempted; unknown ones are ignored."""
         for req_id in req_ids:
@@ -165,6 +186,14 @@ class SlotRows:
     def _write(self, row: int, kernel_slots: SlotArray) -> None:
         """Replace the first entries of a row."""
         self.table.numpy()[row, : len(kernel_slots)] = kernel_slots
+
+    def _remove(self, rows: RowArray, columns: Sequence[IdArray]) -> None:
+        """Close the gaps that these columns leave, before lengths change."""
+        table = self.table.numpy()
+        for row, gone in zip(rows.tolist(), columns, strict=True):
+            first = int(gone[0])
+            kept = np.delete(table[row, first : self._lens[row]], gone - first)
+            table[row, first : first + len(kept)] = kept
 
 
 def flat_columns(

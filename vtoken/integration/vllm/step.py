@@ -1,23 +1,23 @@
 """The token layer's part of one scheduler step, without vLLM: what ``scheduler.py`` and the
 bookkeeping benchmark both run.
 
-Everything here costs Python time for each scheduled request in each step, so the loops do no
-more than compare numbers for a request of which nothing is due.
+Everything here costs time for each scheduled request in each step, so what all requests have in
+common is done on arrays, and Python loops only over requests of which something is due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from vtoken.eviction import Due
 from vtoken.integration.vllm.messages import RelocationBatch, StepMessage, StepReport
 from vtoken.observation import RequestSignals
 from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.token_layer import TokenLayer
-from vtoken.types import SlotArray
 
 
 class ScheduledRequest(Protocol):
@@ -44,42 +44,42 @@ def step_message(
         num_scheduled: tokens of this step per request.
         admit: starts to track a request that is not tracked yet.
     """
-    rows: dict[str, SlotArray] = {}
-    computed: list[tuple[RequestKV, int]] = []
-    tracked = layer.requests
-    for req_id, num_tokens in num_scheduled.items():
-        request = requests[req_id]
-        kv = tracked.get(req_id) or admit(request)
-        after = request.num_computed_tokens
-        before = after - num_tokens
-        row = layer.schedule_tokens(kv, before, after)
-        if row is not None:
-            rows[req_id] = row
-        computed.append((kv, before))
-    kept = {req_id: tracked[req_id].kept_columns for req_id in rows}
-    plans = layer.plan_relocations(computed)
+    if num_scheduled.keys() - layer.requests.keys():
+        for req_id in num_scheduled:  # in this order, not in that of a set
+            if req_id not in layer.requests:
+                admit(requests[req_id])
+    lengths = [requests[req_id].num_computed_tokens for req_id in num_scheduled]
+    changes = layer.schedule_step(num_scheduled, np.array(lengths, np.int64))
+    plans = layer.plan_relocations(_complete(layer, num_scheduled))
     urgent = layer.reclamation.take_urgent()
     return StepMessage(
-        rows=rows,
+        rows={r: change.slots for r, change in changes.items() if change.slots is not None},
+        dropped={r: change.dropped for r, change in changes.items() if change.dropped is not None},
         urgent=tuple(relocation_batch(layer, [plan], whole_rows=False) for plan in urgent),
         relocation=relocation_batch(layer, plans) if plans else None,
         observation=layer.observation(),
-        kept={req_id: columns for req_id, columns in kept.items() if columns is not None},
-        **_observations(layer, computed, num_scheduled),
+        **_observations(layer, num_scheduled),
         report_rows=layer.config.verify == "full",
     )
 
 
-def _observations(
-    layer: TokenLayer, computed: list[tuple[RequestKV, int]], num_scheduled: Mapping[str, int]
-) -> dict[str, Any]:
+def _complete(
+    layer: TokenLayer, num_scheduled: Mapping[str, int]
+) -> Iterator[tuple[RequestKV, int]]:
+    """The requests of a step, each with the number of its tokens that were there before."""
+    for req_id, num_tokens in num_scheduled.items():
+        kv = layer.requests[req_id]
+        yield kv, kv.num_tokens - num_tokens
+
+
+def _observations(layer: TokenLayer, num_scheduled: Mapping[str, int]) -> dict[str, Any]:
     """The fields ``observe``, ``want_signals`` and ``own_signals`` of the step's message."""
     spec = layer.observation()
     if spec is None:
         return {}
     observe, want, own = {}, {}, {}
-    for kv, before in computed:
-        after = before + num_scheduled[kv.req_id]
+    for kv, before in _complete(layer, num_scheduled):
+        after = kv.num_tokens
         if (queries := layer.to_observe(kv, before, after)) is not None:
             observe[kv.req_id] = queries
         if layer.wants_signals(kv, after):
@@ -108,7 +108,7 @@ def relocation_batch(
 def evict_due(
     layer: TokenLayer,
     requests: Mapping[str, RequestT],
-    req_ids: Iterable[str],
+    req_ids: Collection[str],
     is_running: Callable[[RequestT], bool],
     message: StepMessage,
     report: StepReport,
@@ -122,16 +122,15 @@ def evict_due(
         is_running: whether the request still holds its blocks.
         message, report: of the step: signals that it asked for and got.
     """
-    tracked = layer.requests
-    for req_id in req_ids:
-        kv = tracked.get(req_id)
-        request = requests.get(req_id)
-        if kv is None or request is None:
+    due = []
+    for kv in layer.roster.may_be_due(req_ids):
+        request = requests.get(kv.req_id)
+        if request is None or not is_running(request):
             continue
         # Under async scheduling the newest tokens are still being computed.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
-        if computed >= kv.next_evict_at and is_running(request):
-            layer.evict_if_due(kv, computed, _signals(req_id, message, report))
+        due.append(Due(kv, computed, _signals(kv.req_id, message, report)))
+    layer.evict_due(due)
 
 
 def _signals(req_id: str, message: StepMessage, report: StepReport) -> RequestSignals | None:

@@ -5,7 +5,7 @@ Order within one step (hazards in brackets):
 1. ``begin_step``: take the message. If vLLM is about to zero or copy blocks, or no forward
    follows, outstanding relocations are joined here [they read blocks that may be rewritten].
    Urgent relocations are carried out [this step may write to the blocks they empty].
-2. ``update_rows``: drop ended requests, set the rows the scheduler sent.
+2. ``update_rows``: drop ended requests, set the rows the scheduler sent, drop dead columns.
 3. ``append``: add this step's write slots; join whatever is still outstanding [the forward may
    write into source blocks of a rolled-back plan, and reads destinations of committed ones].
 4. the forward.
@@ -94,7 +94,7 @@ class WorkerCore:
             self._join()
 
     def update_rows(self, ended: Iterable[str], must_have_row: Iterable[str]) -> None:
-        """Drop rows of ``ended`` requests, then set the rows of the message.
+        """Drop rows of ``ended`` requests, then follow the message.
 
         ``must_have_row`` names requests that start or resume in this step.
 
@@ -110,8 +110,10 @@ class WorkerCore:
                     f"{len(missing)} new or resumed requests came without a row, first "
                     f"{missing[0]!r}; the message names {len(self._message.rows)} rows"
                 )
-            for req_id, slots in self._message.rows.items():
+            whole, dropped = self._message.rows, self._message.dropped
+            for req_id, slots in whole.items():
                 self.rows.set_row(req_id, slots)
+            self.rows.drop_columns({r: c for r, c in dropped.items() if r not in whole})
             if self._observer is not None:
                 self._observer.update_rows(self._message, must_have_row)
 

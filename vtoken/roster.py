@@ -1,0 +1,101 @@
+"""Who is tracked, and what happens to all of them in a step: new tokens, and who may be due."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import repeat
+
+import numpy as np
+
+from vtoken.occupancy import BlockOccupancy
+from vtoken.ports import BlockPoolPort
+from vtoken.request_kv import RequestKV, RowChange
+from vtoken.table_store import NOBODY
+from vtoken.types import IdArray
+
+
+class Roster:
+    """All tracked requests by id, and by their row of the store.
+
+    Attributes:
+        requests: by id; only :meth:`add` and :meth:`remove` change it.
+    """
+
+    def __init__(self, pool: BlockPoolPort, occupancy: BlockOccupancy) -> None:
+        """Start with no request."""
+        self.requests: dict[str, RequestKV] = {}
+        self._pool = pool
+        self._occupancy = occupancy
+        self._rows: dict[str, int] = {}
+        self._of_row: dict[int, RequestKV] = {}
+
+    def add(self, kv: RequestKV) -> None:
+        """Track a request, whose row is its own from now on."""
+        self.requests[kv.req_id] = kv
+        self._rows[kv.req_id] = kv.row
+        self._of_row[kv.row] = kv
+
+    def remove(self, req_id: str) -> RequestKV | None:
+        """Forget a request, whose row is still its own; None if it is not tracked."""
+        kv = self.requests.pop(req_id, None)
+        if kv is not None:
+            del self._of_row[self._rows.pop(req_id)]
+        return kv
+
+    def may_be_due(self, req_ids: Collection[str]) -> list[RequestKV]:
+        """Those of these requests, in their order, that are tracked and long enough for their next
+        eviction, tokens in flight included."""
+        store = self._occupancy.store
+        rows = np.fromiter(map(self._rows.get, req_ids, repeat(NOBODY)), np.int64, len(req_ids))
+        due = rows[store.num_tokens[rows] >= store.next_evict_at[rows]]
+        return [self._of_row[row] for row in due.tolist()]
+
+    def schedule_step(
+        self, num_scheduled: Mapping[str, int], lengths: IdArray
+    ) -> dict[str, RowChange]:
+        """Register the tokens that a step will compute, of all its requests.
+
+        Args:
+            num_scheduled: new tokens per request.
+            lengths: the requests' logical lengths after the step, in that order. Tokens between
+                what is known of a request and its new tokens come from the prefix cache.
+
+        Returns:
+            What must happen to the worker's rows before the new tokens are appended.
+        """
+        store, num = self._occupancy.store, len(num_scheduled)
+        rows = np.fromiter(map(self._rows.__getitem__, num_scheduled), np.int64, num)
+        num_new = np.fromiter(num_scheduled.values(), np.int64, num)
+        before = lengths - num_new
+        decodes = (num_new == 1) & (store.num_tokens[rows] == before)
+        for i in (~decodes).nonzero()[0].tolist():
+            self._add_tokens(self._of_row[int(rows[i])], int(lengths[i]))
+        decoding = rows if decodes.all() else rows[decodes]
+        full = store.num_tokens[decoding] >= store.num_places[decoding] * store.block_size
+        self._add_blocks([self._of_row[row] for row in decoding[full].tolist()])
+        self._occupancy.add_one_token(decoding)
+        changes = {}
+        for i in store.row_changed[rows].nonzero()[0].tolist():
+            kv = self._of_row[int(rows[i])]
+            change = kv.take_row_change(int(before[i]))
+            if change is not None:
+                changes[kv.req_id] = change
+        return changes
+
+    def _add_tokens(self, kv: RequestKV, num_tokens: int) -> None:
+        """Tokens of a prefill, or none."""
+        if num_tokens > kv.num_places * kv.block_size:
+            self._add_blocks([kv])
+        kv.add_tokens(num_tokens)
+
+    def _add_blocks(self, requests: list[RequestKV]) -> None:
+        """The block lists of these requests have grown, in decode by one block each."""
+        if not requests:
+            return
+        new = [self._pool.new_blocks(kv.req_id, kv.num_places) for kv in requests]
+        ids = np.concatenate(new)
+        if len(ids) == len(new) and all(map(len, new)):
+            self._occupancy.add_one_block(np.array([kv.row for kv in requests]), ids)
+            return
+        for kv, block_ids in zip(requests, new, strict=True):
+            kv.blocks.extend(block_ids)
