@@ -22,16 +22,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import json
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.quality_results import Losses
 from benchmarks.quality_tasks import Case, make_cases
 
 KEEP_RATIOS = (0.75, 0.5, 0.25)
@@ -45,8 +44,6 @@ PRESSES: dict[str, Callable[[Any, float], Any]] = {
     "expected_attention": lambda kvpress, ratio: kvpress.ExpectedAttentionPress(ratio),
 }
 """Press by name, from the module and the ratio to *remove*; ``snapkv`` has our window and pool."""
-
-Key = tuple[str, str, float]
 
 
 def make_tee(kvpress: Any, presses: Sequence[Any]) -> Any:
@@ -104,36 +101,11 @@ def run_case(model: Any, kvpress: Any, presses: Sequence[Any], case: Case) -> to
     return torch.stack(losses)
 
 
-class Results:
-    """Losses per task, press and ratio, written to a file as they come."""
+class Results(Losses):
+    """Losses per task, press and ratio, in a file as :mod:`benchmarks.policy_quality` writes it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._sums: dict[Key, list[float]] = defaultdict(list)  # one per case
-        self._num_tokens: dict[Key, list[int]] = defaultdict(list)
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(self, key: Key, losses: torch.Tensor) -> None:
-        """Losses ``[tokens]`` of one case."""
-        self._sums[key].append(round(float(losses.double().sum()), 3))
-        self._num_tokens[key].append(len(losses))
-
-    def write(self, settings: dict[str, str]) -> None:
-        """One row per line, as :mod:`benchmarks.policy_quality` writes them."""
-        rows = [json.dumps(self._row(key), separators=(",", ":")) for key in sorted(self._sums)]
-        head = json.dumps(settings)
-        self._path.write_text(f'{{"settings":{head},"rows":[\n' + ",\n".join(rows) + "\n]}\n")
-
-    def _row(self, key: Key) -> dict[str, Any]:
-        sums, num_tokens = self._sums[key], self._num_tokens[key]
-        return {
-            **dict(zip(("task", "press", "keep_ratio"), key, strict=True)),
-            "nll": round(sum(sums) / sum(num_tokens), 4),
-            "num_tokens": sum(num_tokens),
-            "num_cases": len(sums),
-            "case_nll": sums,
-            "case_tokens": num_tokens,
-        }
+        super().__init__(path, "press")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -169,7 +141,7 @@ def main() -> None:
         start = time.monotonic()
         losses = run_case(model, kvpress, presses, case)
         for arm, row in zip([("none", 1.0), *arms], losses, strict=True):
-            results.add((case.task, *arm), row)
+            results.add((case.task, *arm), row.double())
         results.write(settings)
         print(f"{number + 1}/{len(cases)} {case.task} {time.monotonic() - start:.0f} s", flush=True)
 

@@ -15,7 +15,6 @@ arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import defaultdict
@@ -29,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from benchmarks.quality_results import Losses
 from benchmarks.quality_tasks import Case, make_cases
 from service.embedded_model import ensure_embedded_model
 from vtoken.config import VTokenConfig
@@ -237,55 +237,12 @@ def make_arms(policies: list[str], **overrides: Any) -> Iterator[tuple[str, floa
             yield policy, ratio, VTokenConfig.from_dict(config)
 
 
-class Results:
-    """Losses per task, policy and ratio, written to a file as they come."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path, self._settings = path, settings
-        self._sums: dict[Any, list[float]] = defaultdict(list)  # one per case
-        self._num_tokens: dict[Any, list[int]] = defaultdict(list)
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def resume(self) -> int:
-        """Take over what the file holds; the number of cases that went into it.
-
-        Raises:
-            ValueError: the file was made with other settings.
-        """
-        found = json.loads(self._path.read_text())
-        if found["settings"] != json.loads(json.dumps(self._settings)):
-            raise ValueError(f"{self._path} has {found['settings']}, not {self._settings}")
-        for row in found["rows"]:
-            key = (row["task"], row["policy"], row["keep_ratio"])
-            self._sums[key], self._num_tokens[key] = row["case_nll"], row["case_tokens"]
-        return sum(len(n) for (_, policy, _), n in self._sums.items() if policy == "none")
-
-    def add(self, key: tuple[str, str, float], losses: NDArray[np.float32]) -> None:
-        """Losses of one case."""
-        self._sums[key].append(round(float(losses.sum(dtype=np.float64)), 3))
-        self._num_tokens[key].append(len(losses))
-
-    def write(self) -> None:
-        """One row per line."""
-        rows = [json.dumps(self._row(key), separators=(",", ":")) for key in sorted(self._sums)]
-        head = json.dumps(self._settings)
-        self._path.write_text(f'{{"settings":{head},"rows":[\n' + ",\n".join(rows) + "\n]}\n")
-
-    def _row(self, key: tuple[str, str, float]) -> dict[str, Any]:
-        """The mean per token, and per case, in order: sum of losses and scored tokens."""
-        sums, num_tokens = self._sums[key], self._num_tokens[key]
-        return {
-            **dict(zip(("task", "policy", "keep_ratio"), key, strict=True)),
-            "nll": round(sum(sums) / sum(num_tokens), 4),
-            "num_tokens": sum(num_tokens),
-            "num_cases": len(sums),
-            "case_nll": sums,
-            "case_tokens": num_tokens,
-        }
-
-
 def measure(
-    model: Model, cases: list[Case], arms: list[tuple[str, float, VTokenConfig]], results: Results
+    model: Model,
+    cases: list[Case],
+    arms: list[tuple[str, float, VTokenConfig]],
+    results: Losses,
+    settings: dict[str, Any],
 ) -> None:
     """Run every case in every arm."""
     for number, case in enumerate(cases):
@@ -293,7 +250,7 @@ def measure(
         losses = run_case(model, case, [config for _, _, config in arms])[:, case.skip :]
         for (policy, ratio, _), row in zip(arms, losses, strict=True):
             results.add((case.task, policy, ratio), row)
-        results.write()
+        results.write(settings)
         print(f"{number + 1}/{len(cases)} {case.task} {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -319,9 +276,9 @@ def main() -> None:
     rng.shuffle(cases)  # what is there after an interruption covers every task
     arms = list(make_arms(args.policies.split(","), score_interval_steps=args.interval))
     settings = {"layers": model.layers, "score_interval_steps": args.interval}
-    results = Results(args.out, settings)
-    done = results.resume() if args.resume else 0
-    measure(model, cases[done : args.cases], arms, results)
+    results = Losses(args.out, "policy")
+    done = results.resume(settings) if args.resume else 0
+    measure(model, cases[done : args.cases], arms, results, settings)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.service.faults import inject
 from tests.service.tiny_server import ADMIN_KEY, TinyServer, body, wait_for, words
 
 pytestmark = pytest.mark.engine
@@ -16,47 +17,32 @@ pytestmark = pytest.mark.engine
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 NUM_REQUESTS = 8
 
-# Loaded by Python at the start of every process: the engine that first finds a file takes it away
-# and behaves as if a check had found an invariant violated.
 VIOLATION = """
-import importlib.abc, importlib.util, os, sys
-
-class Violation(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "vtoken.token_layer":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            plan = module.TokenLayer.plan_relocations
-            def violated(self, *args):
-                try:
-                    os.rename({flag!r}, {flag!r} + ".taken")
-                except OSError:
-                    return plan(self, *args)
-                from vtoken.errors import InvariantViolationError
-                self._stop_relocation(InvariantViolationError("I2", "injected"))
-                return []
-            module.TokenLayer.plan_relocations = violated
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Violation())
+plan = module.TokenLayer.plan_relocations
+def violated(self, *args):
+    try:
+        os.rename({flag!r}, {flag!r} + ".taken")
+    except OSError:
+        return plan(self, *args)
+    from vtoken.errors import InvariantViolationError
+    self._stop_relocation(InvariantViolationError("I2", "injected"))
+    return []
+module.TokenLayer.plan_relocations = violated
 """
+"""In ``vtoken.token_layer``: the engine that first finds a file takes it away and behaves as if a
+check had found an invariant violated."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     """The one server of this file, after requests that both engines had a share of."""
     folder = tmp_path_factory.mktemp("data_parallel")
-    (folder / "sitecustomize.py").write_text(VIOLATION.format(flag=str(folder / "violated")))
+    code = VIOLATION.format(flag=str(folder / "violated"))
     server = TinyServer(
         folder,
         *("--data-parallel-size", "2"),
         VTOKEN_METRICS_POLL_SECONDS="0.2",
-        PYTHONPATH=str(folder),
+        **inject(folder, "vtoken.token_layer", code),
     )
     server.violation = folder / "violated"  # type: ignore[attr-defined]
     try:

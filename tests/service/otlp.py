@@ -14,7 +14,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 
 class Receiver(ThreadingHTTPServer):
-    """Listens on a free port while it is a context."""
+    """Listens on a free port while it is a context.
+
+    Attributes:
+        spans: all that arrived.
+        environment: of a server that is to send its traces here.
+    """
 
     daemon_threads = True
 
@@ -22,6 +27,11 @@ class Receiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.spans: list[Any] = []
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
+        self.environment = {
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": self.endpoint,
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+        }
         self._thread = threading.Thread(target=self.serve_forever, daemon=True)
 
     def __enter__(self) -> Receiver:

@@ -45,9 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iter
         VTOKEN_MAX_OUTPUT_TOKENS=str(MAX_OUTPUT),
         VTOKEN_MAX_BODY_BYTES=str(MAX_BODY),
         VTOKEN_MAX_REQUESTS_PER_KEY=str(MAX_PER_KEY),
-        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint,
-        OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
-        OTEL_BSP_SCHEDULE_DELAY="200",
+        **receiver.environment,
     )
     try:
         with ThreadPoolExecutor(1) as pool:

@@ -32,9 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, receiver: Receiver) -> Iter
         VTOKEN_REQUEST_TIMEOUT_SECONDS="1",
         VTOKEN_LOG_FORMAT="json",
         VTOKEN_METRICS_POLL_SECONDS="0.2",
-        OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=receiver.endpoint,
-        OTEL_EXPORTER_OTLP_PROTOCOL="http/protobuf",
-        OTEL_BSP_SCHEDULE_DELAY="200",
+        **receiver.environment,
     )
     try:
         server.wait_until_ready()

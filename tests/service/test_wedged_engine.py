@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.service.faults import inject
 from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, wait_for, words
 
 pytestmark = pytest.mark.engine
@@ -27,32 +28,15 @@ QUEUE_SECONDS = 1.0
 ARRIVAL_SECONDS = 1.0
 """Longer than a message between two processes of the server is on its way."""
 
-# Loaded by Python at the start of every process: once the worker has the module that copies
-# tokens, each copy fails as long as a file is there.
 FAULT = """
-import importlib.abc, importlib.machinery, os, sys
-
-class Fault(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "vtoken.kv_pool":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            copy = module.KVPool.copy
-            def faulty(self, *args):
-                if os.path.exists({flag!r}):
-                    raise MemoryError("injected fault")
-                return copy(self, *args)
-            module.KVPool.copy = faulty
-        spec.loader.exec_module = exec_module
-        return spec
-
-import importlib.util
-sys.meta_path.insert(0, Fault())
+copy = module.KVPool.copy
+def faulty(self, *args):
+    if os.path.exists({flag!r}):
+        raise MemoryError("injected fault")
+    return copy(self, *args)
+module.KVPool.copy = faulty
 """
+"""In ``vtoken.kv_pool``, which only the worker has: each copy fails as long as a file is there."""
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +47,13 @@ def flag(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, flag: Path) -> Iterator[TinyServer]:
-    (flag.parent / "sitecustomize.py").write_text(FAULT.format(flag=str(flag)))
     server = TinyServer(
         tmp_path_factory.mktemp("wedged"),
         *("--max-num-seqs", "4"),
         *("--vtoken-policy", "random"),
         *("--vtoken-budget-tokens", "64"),
         *("--vtoken-theta-f", "0.02"),
-        PYTHONPATH=str(flag.parent),
+        **inject(flag.parent, "vtoken.kv_pool", FAULT.format(flag=str(flag))),
         VTOKEN_LOG_FORMAT="json",
         VTOKEN_MAX_QUEUE_SECONDS=str(QUEUE_SECONDS),
         VTOKEN_DRAIN_SECONDS="3600",

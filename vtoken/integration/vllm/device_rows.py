@@ -22,8 +22,8 @@ from vtoken.integration.vllm.slot_rows import (
     SlotLayout,
     SlotRows,
     WriteSlots,
-    flat_columns,
 )
+from vtoken.table_store import ragged
 from vtoken.types import IdArray, SlotArray
 
 _MOST_ENTRIES = 2**22
@@ -43,7 +43,7 @@ class DeviceSlotRows(SlotRows):
         """As the base class's; rows that were set since the last call are written first."""
         self._flush()
         starts, ends = self._grown(rows, num_new, len(write_slots))
-        flat = torch.from_numpy(flat_columns(rows, starts, num_new, self.width))
+        flat = torch.from_numpy(ragged(rows * self.width + starts, num_new.astype(np.int64)))
         slots = torch.as_tensor(write_slots, device=self.table.device)
         self._put(flat, self._layout.kernel_slots(slots).to(torch.int32))
         self._lens[rows] = ends
@@ -85,8 +85,8 @@ class DeviceSlotRows(SlotRows):
         if not self._staged:
             return
         rows = np.fromiter(self._staged, np.int64)
-        lens = np.array([len(slots) for slots in self._staged.values()], np.int32)
-        flat = flat_columns(rows, np.zeros(len(rows), np.int64), lens, self.width)
+        lens = np.array([len(slots) for slots in self._staged.values()], np.int64)
+        flat = ragged(rows * self.width, lens)
         values = np.concatenate(list(self._staged.values()))
         self._staged = {}
         self._put(torch.from_numpy(flat), upload(torch.from_numpy(values), self.table.device))

@@ -27,9 +27,8 @@ from vtoken.integration.vllm.attention_gpu_choice import (
     LayerFacts,
     choose_gpu_backend,
 )
-from vtoken.integration.vllm.attention_metadata import LiveRows
 from vtoken.integration.vllm.compat.gpu_side import flash_attn_version, has_flashinfer
-from vtoken.integration.vllm.device_rows import DeviceSlotRows, upload
+from vtoken.integration.vllm.device_rows import DeviceSlotRows
 from vtoken.integration.vllm.gpu_core import (
     GpuCore,
     GpuTools,
@@ -142,9 +141,7 @@ class VTokenGPUModelRunner(TokenLayerRunnerV2, GPUModelRunner):
         self, req_ids: list[str], num_new: NDArray[np.int32], write_slots: torch.Tensor
     ) -> None:
         """Append the step's tokens and fill the tables that the attention reads."""
-        rows, lens = self.core.append(req_ids, num_new, write_slots)
-        batch = upload(torch.from_numpy(np.stack([rows, lens])), self.device)
-        live = LiveRows(self.core.rows.table, batch[0], batch[1])
+        live, lens = self.append_rows(req_ids, num_new, write_slots)
         for builder in self.metadata_builders():
             builder.set_live_rows(live, lens_cpu=torch.from_numpy(lens))
 

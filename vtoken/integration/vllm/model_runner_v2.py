@@ -57,6 +57,14 @@ class TokenLayerRunnerV2(TokenLayerRunner, RunnerV2Hooks):
         # None: sampling follows and reports. Otherwise this is the step's output.
         return output if output is None else self.with_report(output)
 
+    def append_rows(
+        self, req_ids: list[str], num_new: NDArray[np.int32], write_slots: torch.Tensor
+    ) -> tuple[LiveRows, NDArray[np.int64]]:
+        """Append the step's tokens; the batch's rows, and their lengths on the host."""
+        rows, lens = self.core.append(req_ids, num_new, write_slots)
+        batch = upload(torch.from_numpy(np.stack([rows, lens])), self.device)
+        return LiveRows(self.core.rows.table, batch[0], batch[1]), lens
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample; the output carries the step's report."""
         return self.with_report(super().sample_tokens(grammar_output))
@@ -76,8 +84,6 @@ class VTokenCPUModelRunnerV2(CpuTokenLayer, TokenLayerRunnerV2, CPUModelRunner):
         self, req_ids: list[str], num_new: NDArray[np.int32], write_slots: torch.Tensor
     ) -> None:
         """Append the step's tokens and hand the batch's rows to the attention."""
-        rows, lens = self.core.append(req_ids, num_new, write_slots)
-        batch = upload(torch.from_numpy(np.stack([rows, lens])), self.device)
-        live = LiveRows(self.core.rows.table, batch[0], batch[1])
+        live, _ = self.append_rows(req_ids, num_new, write_slots)
         for builder in self.metadata_builders():
             builder.set_live_rows(live, self.core.layer_observer)

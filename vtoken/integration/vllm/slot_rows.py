@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vtoken.errors import TokenTableError
+from vtoken.table_store import ragged
 from vtoken.types import IdArray, SlotArray
 
 CPU = torch.device("cpu")
@@ -152,7 +153,7 @@ class SlotRows:
         if len(write_slots) == len(rows) and int(num_new.max(initial=0)) == 1:
             table[rows, starts] = kernel
         else:
-            table.reshape(-1)[flat_columns(rows, starts, num_new, self.width)] = kernel
+            table.reshape(-1)[ragged(rows * self.width + starts, num_new.astype(np.int64))] = kernel
         self._lens[rows] = ends
 
     def _grown(
@@ -194,17 +195,3 @@ class SlotRows:
             first = int(gone[0])
             kept = np.delete(table[row, first : self._lens[row]], gone - first)
             table[row, first : first + len(kept)] = kept
-
-
-def flat_columns(
-    rows: RowArray, starts: RowArray, num_new: NDArray[np.int32], width: int
-) -> RowArray:
-    """Places in the flattened table of ``num_new[i]`` entries from ``starts[i]`` of ``rows[i]``.
-
-    Returns:
-        int64 ``[num_new.sum()]``, row by row.
-    """
-    # Entry t of row i: rows[i] * width + starts[i] + (t - first entry of i).
-    shift = rows * width + starts - (np.cumsum(num_new) - num_new)
-    flat: RowArray = np.repeat(shift, num_new) + np.arange(int(num_new.sum()))
-    return flat
