@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vtoken.errors import TokenTableError
 from vtoken.table_store import GROUP, NOBODY, TableStore
+from vtoken.types import IdArray
 
 GIVEN_BACK = 0
 """Block id in a place whose block went back to the pool (vLLM's null block)."""
@@ -86,18 +87,21 @@ class BlockOccupancy:
         self._index_of_block[block_ids] = places
         self.retained_blocks += len(rows)
 
-    def add_one_token(self, rows: _Index) -> None:
-        """Each of these requests has one more token, where its block list puts it; ``[n]``."""
+    def add_one_token(self, rows: _Index, token_ids: IdArray) -> None:
+        """Each of these requests has one more token, where its block list puts it; ``[n]`` each.
+
+        Args:
+            rows: requests.
+            token_ids: the new tokens: their present lengths.
+        """
         store, size = self.store, self.block_size
-        token = store.num_tokens[rows]
-        first = store.first_block[rows]
-        block = first + token // size
-        at = first * size + token
-        store.slot[at] = store.block_id[block] * size + token % size
+        at = store.first_block[rows] * size + token_ids
+        block, offset = np.divmod(at, size)
+        store.slot[at] = store.block_id[block] * size + offset
         store.live[at] = True
         store.block_live[block] += 1
         store.group_live[at // GROUP] += 1
-        store.num_tokens[rows] = token + 1
+        store.num_tokens[rows] = token_ids + 1
         store.num_live[rows] += 1
         self.live_tokens += len(rows)
 

@@ -28,25 +28,46 @@ class Roster:
         self._occupancy = occupancy
         self._rows: dict[str, int] = {}
         self._of_row: dict[int, RequestKV] = {}
+        self._asked: list[str] | None = None
+        self._rows_asked = np.empty(0, np.int64)
 
     def add(self, kv: RequestKV) -> None:
         """Track a request, whose row is its own from now on."""
         self.requests[kv.req_id] = kv
         self._rows[kv.req_id] = kv.row
         self._of_row[kv.row] = kv
+        self._asked = None
 
     def remove(self, req_id: str) -> RequestKV | None:
         """Forget a request, whose row is still its own; None if it is not tracked."""
         kv = self.requests.pop(req_id, None)
         if kv is not None:
             del self._of_row[self._rows.pop(req_id)]
+            self._asked = None
         return kv
+
+    def rows_of(self, req_ids: Collection[str]) -> IdArray:
+        """Rows of these requests, :data:`NOBODY` for those that are not tracked.
+
+        Decode asks for the same ones twice a step: to be asked again costs one comparison.
+        """
+        asked = list(req_ids)
+        if asked != self._asked:
+            found = map(self._rows.get, asked, repeat(NOBODY))
+            self._rows_asked = np.fromiter(found, np.int64, len(asked))
+            self._rows_asked.flags.writeable = False
+            self._asked = asked
+        return self._rows_asked
+
+    def tracks(self, req_ids: Collection[str]) -> bool:
+        """Whether all of these are tracked."""
+        return NOBODY not in self.rows_of(req_ids)
 
     def may_be_due(self, req_ids: Collection[str]) -> list[RequestKV]:
         """Those of these requests, in their order, that are tracked and long enough for their next
         eviction, tokens in flight included."""
         store = self._occupancy.store
-        rows = np.fromiter(map(self._rows.get, req_ids, repeat(NOBODY)), np.int64, len(req_ids))
+        rows = self.rows_of(req_ids)
         due = rows[store.num_tokens[rows] >= store.next_evict_at[rows]]
         return [self._of_row[row] for row in due.tolist()]
 
@@ -63,17 +84,18 @@ class Roster:
         Returns:
             What must happen to the worker's rows before the new tokens are appended.
         """
-        store, num = self._occupancy.store, len(num_scheduled)
-        rows = np.fromiter(map(self._rows.__getitem__, num_scheduled), np.int64, num)
-        num_new = np.fromiter(num_scheduled.values(), np.int64, num)
+        store, rows = self._occupancy.store, self.rows_of(num_scheduled)
+        num_new = np.fromiter(num_scheduled.values(), np.int64, len(num_scheduled))
         before = lengths - num_new
-        decodes = (num_new == 1) & (store.num_tokens[rows] == before)
-        for i in (~decodes).nonzero()[0].tolist():
-            self._add_tokens(self._of_row[int(rows[i])], int(lengths[i]))
-        decoding = rows if decodes.all() else rows[decodes]
-        full = store.num_tokens[decoding] >= store.num_places[decoding] * store.block_size
+        decoding, known = rows, store.num_tokens[rows]
+        decodes = (num_new == 1) & (known == before)
+        if not decodes.all():
+            for i in (~decodes).nonzero()[0].tolist():
+                self._add_tokens(self._of_row[int(rows[i])], int(lengths[i]))
+            decoding, known = rows[decodes], known[decodes]
+        full = known >= store.num_places[decoding] * store.block_size
         self._add_blocks([self._of_row[row] for row in decoding[full].tolist()])
-        self._occupancy.add_one_token(decoding)
+        self._occupancy.add_one_token(decoding, known)
         changes = {}
         for i in store.row_changed[rows].nonzero()[0].tolist():
             kv = self._of_row[int(rows[i])]
