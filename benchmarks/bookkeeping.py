@@ -175,7 +175,7 @@ class Simulation:
         self.step(lambda request: request.num_prompt_tokens)
         while self.layer.occupancy.waste_ratio > self.layer.config.theta_f:
             self.step(lambda request: 0)
-        self.layer.patch({"max_source_blocks": VTokenConfig.max_source_blocks})
+        self.layer.control.patch({"max_source_blocks": VTokenConfig.max_source_blocks})
 
     def _spread(self, aligned: bool) -> None:
         interval = self.layer.config.evict_interval_tokens
@@ -272,7 +272,7 @@ def measure(case: Case) -> dict[str, Any]:
         simulation.meter.operations.clear()
         split = _run(simulation, case.num_steps)
     gc.unfreeze()
-    simulation.layer.check_all()
+    simulation.layer.verification.check_all()
     live = simulation.layer.occupancy.live_tokens
     operations = simulation.meter.operations
     return {

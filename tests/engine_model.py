@@ -329,7 +329,8 @@ class EngineModel:
         before, version = self.layer.config, self.layer.policy_version
         policies = {r: self._policy_of(naive) for r, naive in self.naive.requests.items()}
         try:
-            self.layer.patch(changes, ChangeInfo(apply_to="new" if for_new_only else "running"))
+            info = ChangeInfo(apply_to="new" if for_new_only else "running")
+            self.layer.control.patch(changes, info)
         except ConfigError:
             assert self.layer.config is before
             assert self.layer.policy_version == version
@@ -340,7 +341,8 @@ class EngineModel:
                     naive.document = request.document
                     if not for_new_only:
                         self._follow(naive, policies[request.req_id])
-            self.layer.release_documents({r.generation for r in [*self.running, *self.waiting]})
+            generations = {r.generation for r in [*self.running, *self.waiting]}
+            self.layer.control.release_documents(generations)
             assert self.layer.policy_version == version + 1
             self.counts.patches += 1
         self.check()
@@ -426,7 +428,7 @@ class EngineModel:
     def check(self) -> None:
         """Invariants, tables against the naive model, pool, and content of every live token."""
         self.counts.operations += 1
-        self.layer.check_all()
+        self.layer.verification.check_all()
         self.naive.check(self.layer.requests, self.layer.occupancy)
         destinations = [
             block
@@ -475,7 +477,7 @@ class EngineModel:
     ) -> bool:
         """Allocate; pack at once while there is no room, then preempt the newest requests."""
         while not self.pool.grow(request.req_id, request.computed + num_new):
-            self.layer.reclamation.note_shortage()
+            self.layer.reclamation.reservations.note_shortage()
             if self._reclaim_now(scheduled):
                 continue
             victim = self.running[-1]
@@ -494,7 +496,7 @@ class EngineModel:
         request.computed = num_cached * self.block_size
         if not self.pool.grow(request.req_id, request.computed + self._num_new(request, chunk)):
             self.pool.release(request.req_id)
-            self.layer.reclamation.note_shortage()
+            self.layer.reclamation.reservations.note_shortage()
             request.computed = 0
             return False
         self.counts.cache_hits += num_cached
@@ -666,7 +668,7 @@ class EngineModel:
 
     def _spares_cache(self) -> bool:
         """Whether the next plans may take only blocks without cached content."""
-        if self.layer.config.relocate_into_cached or self.layer.reclamation._is_short:
+        if self.layer.config.relocate_into_cached or self.layer.reclamation.reservations._is_short:
             return False
         num_free, num_soon = self.pool.num_free_blocks(), 0
         for request in self.running:

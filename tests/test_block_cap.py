@@ -37,7 +37,7 @@ def decode(layer: TokenLayer, pool: ModelPool, kv: RequestKV, num_steps: int) ->
         for plan in layer.reclamation.take_urgent():
             assert layer.settle(plan.ticket, None) == []
         layer.evict_if_due(kv, num_tokens)
-        layer.check_all()
+        layer.verification.check_all()
         held.append(kv.num_retained)
     return held
 
@@ -87,7 +87,7 @@ def decode_with_signals(layer: TokenLayer, pool: ModelPool, kv: RequestKV) -> in
     for plan in layer.reclamation.take_urgent():
         layer.settle(plan.ticket, None)
     layer.evict_if_due(kv, num_tokens, make_signals(kv.table.live_ids()))
-    layer.check_all()
+    layer.verification.check_all()
     return kv.num_retained
 
 
@@ -168,7 +168,7 @@ def test_other_requests_are_still_packed_by_waste() -> None:
     old = make_request(layer, pool, "old", num_tokens=40)
     layer.evict_if_due(old, 40)
     changed = layer.config.patched({"max_blocks_per_request": CAP})
-    layer.change(changed, ChangeInfo(apply_to="new"))
+    layer.control.change(changed, ChangeInfo(apply_to="new"))
     plans = layer.plan_relocations([(old, 40)])
     assert [plan.req_id for plan in plans] == ["old"]
 
@@ -180,11 +180,11 @@ def test_cap_must_hold_what_is_always_kept(cap: int, is_allowed: bool) -> None:
     live, _ = make_layer(**fields)
     if is_allowed:
         TokenLayer(make_config(**fields, max_blocks_per_request=cap), ModelPool())
-        live.patch({"max_blocks_per_request": cap})
-        live.patch({"max_blocks_per_request": None})
+        live.control.patch({"max_blocks_per_request": cap})
+        live.control.patch({"max_blocks_per_request": None})
         assert live.config.max_blocks_per_request is None
         return
     with pytest.raises(ConfigError, match=r"\(max_blocks_per_request - 1\) \* 4 > .* = 7"):
         TokenLayer(make_config(**fields, max_blocks_per_request=cap), ModelPool())
     with pytest.raises(ConfigError, match="max_blocks_per_request"):
-        live.patch({"max_blocks_per_request": cap})
+        live.control.patch({"max_blocks_per_request": cap})

@@ -110,7 +110,7 @@ def test_empty_blocks_that_growth_may_need_are_not_taken() -> None:
     assert len(found.dst_blocks) == 1
     layer, _, kv = make_sparse(11, num_cached_sources=8, growth=2)
     assert plan(layer, kv) is None
-    layer.patch({"relocate_into_cached": True})
+    layer.control.patch({"relocate_into_cached": True})
     assert plan(layer, kv) is not None
 
 
@@ -134,7 +134,7 @@ def test_plan_out_of_other_blocks_goes_ahead() -> None:
 def test_shortage_makes_every_free_block_a_destination_for_one_look() -> None:
     """A request that lacks blocks is worth more than what is cached."""
     layer, pool, kv = make_sparse(14, num_cached_sources=8, num_old=5)
-    layer.reclamation.note_shortage()
+    layer.reclamation.reservations.note_shortage()
     found = plan(layer, kv)
     assert found is not None
     assert not {block for block in found.dst_blocks.tolist()} & pool.hash_of_block.keys()
@@ -174,7 +174,7 @@ def test_growth_of_a_request(
         layer, pool, num_tokens=num_tokens, prefill_end=prefill_end, max_num_tokens=last
     )
     assert kv.growth(99) == growth
-    total = layer.reclamation.growth()
+    total = layer.reclamation.reservations.growth()
     assert total == Growth(growth[0], min(growth[1], 32))
 
 
@@ -182,7 +182,7 @@ def test_pool_without_prefix_cache_spares_nothing() -> None:
     """Nobody counts anything then."""
     layer, pool, kv = make_sparse(11, num_cached_sources=0, growth=2)
     pool.caches_prefixes = False
-    layer.reclamation.growth = lambda: pytest.fail("asked for growth")
+    layer.reclamation.reservations.growth = lambda: pytest.fail("asked for growth")
     found = plan(layer, kv)
     assert found is not None
     assert len(found.source_indices) == 8

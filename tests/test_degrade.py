@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from tests.core_models import ModelPool, kill, make_layer, make_request
-from vtoken import reclamation
+from vtoken import reservations
 from vtoken.errors import InvariantViolationError
 from vtoken.planner import build_moves
 from vtoken.request_kv import RelocationPlan, RequestKV
-from vtoken.token_layer import SAMPLED_VERIFY_INTERVAL, TokenLayer
+from vtoken.token_layer import TokenLayer
 from vtoken.types import RelocationMoves
+from vtoken.verification import SAMPLED_VERIFY_INTERVAL
 
 
 def make_planned() -> tuple[TokenLayer, ModelPool, RequestKV, RelocationPlan]:
@@ -36,8 +37,8 @@ def make_holes(level: str = "sampled") -> tuple[TokenLayer, ModelPool, RequestKV
 def assert_stopped(layer: TokenLayer, invariant: str) -> None:
     """Mode naive, counted, visible, and nothing is planned any more."""
     assert layer.config.mode == "naive"
-    assert layer.relocation_disabled is not None
-    assert f"invariant {invariant} violated: request a" in layer.relocation_disabled
+    assert layer.control.relocation_disabled is not None
+    assert f"invariant {invariant} violated: request a" in layer.control.relocation_disabled
     assert layer.pool_state()["relocation_disabled"] == 1
     assert layer.pool_state()["headroom_blocks"] == 0
     assert layer.stats.counter("invariant_violations_total", invariant) == 1
@@ -50,14 +51,14 @@ def test_wrong_bytes_are_rolled_back(caplog: pytest.LogCaptureFixture) -> None:
     layer, pool, _, plan = make_planned()
     blocks = list(pool.lists["a"])
     with caplog.at_level(logging.ERROR):
-        assert not layer.check_conservation("a", 4, "abc", "abd")
+        assert not layer.verification.check_conservation("a", 4, "abc", "abd")
         assert layer.settle(plan.ticket, None, {"a"}) == []
     assert pool.lists["a"] == blocks
     assert layer.stats.counter("relocations_total", "failed") == 1
     (record,) = caplog.records
     assert "digest abc became abd" in record.getMessage()
     assert_stopped(layer, "I1")
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -71,7 +72,7 @@ def test_wrong_bytes_after_an_early_commit_end_their_request_only() -> None:
     plans = layer.plan_relocations([(kv, 17) for kv in kvs])
     assert len(plans) == 2
     assert layer.reclaim_now()
-    assert not layer.check_conservation("a", 4, "abc", "abd")
+    assert not layer.verification.check_conservation("a", 4, "abc", "abd")
     assert layer.settle(plans[0].ticket, None, {"a"}) == ["a"]
     assert_stopped(layer, "I1")
 
@@ -79,7 +80,7 @@ def test_wrong_bytes_after_an_early_commit_end_their_request_only() -> None:
 def test_copies_in_flight_are_not_trusted_any_more() -> None:
     """Nobody hashed them, so their sources are kept instead."""
     layer, pool, _, plan = make_planned()
-    assert not layer.check_conservation("other", 4, "abc", "abd")
+    assert not layer.verification.check_conservation("other", 4, "abc", "abd")
     assert layer.settle(plan.ticket, None) == []
     assert layer.stats.counter("relocations_total", "rolled_back") == 1
     assert layer.stats.counter("relocations_total", "committed") == 0
@@ -110,12 +111,12 @@ def test_operator_may_switch_relocation_on_again() -> None:
     """Setting the mode is the way back; other changes are not."""
     layer, _, kv, plan = make_planned()
     version = layer.policy_version
-    layer.check_conservation("a", 4, "abc", "abd")
+    layer.verification.check_conservation("a", 4, "abc", "abd")
     assert layer.policy_version == version + 1, "a stale If-Match must not undo it"
     layer.settle(plan.ticket, None, {"a"})
-    layer.patch({"theta_f": 0.1})
+    layer.control.patch({"theta_f": 0.1})
     assert layer.pool_state()["relocation_disabled"] == 1
-    layer.patch({"mode": "lazy"})
+    layer.control.patch({"mode": "lazy"})
     assert layer.pool_state()["relocation_disabled"] == 0
     assert layer.plan_relocations([(kv, 17)])
 
@@ -124,7 +125,7 @@ def test_full_raises_instead() -> None:
     """A debugging level: the engine stops where it happens."""
     layer, _, _ = make_holes("full")
     with pytest.raises(InvariantViolationError, match="digest abc became abd"):
-        layer.check_conservation("a", 4, "abc", "abd")
+        layer.verification.check_conservation("a", 4, "abc", "abd")
     assert layer.config.mode == "lazy"
 
 
@@ -135,7 +136,7 @@ def _move_to_wrong_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         moves = build_moves(*args)
         return dataclasses.replace(moves, dst_slots=moves.dst_slots[::-1].copy())
 
-    monkeypatch.setattr(reclamation, "build_moves", build)
+    monkeypatch.setattr(reservations, "build_moves", build)
 
 
 @pytest.mark.parametrize("capped", [False, True])

@@ -36,7 +36,7 @@ def test_evict_leaves_exactly_the_budget(policy: str, num_tokens: int) -> None:
     assert kv.table.num_live == 8
     assert kv.num_evicted == num_tokens - 8
     assert layer.stats.counter("evicted_tokens_total", policy) == num_tokens - 8
-    layer.check_all()
+    layer.verification.check_all()
 
 
 @pytest.mark.parametrize("policy", BY_TOKEN)
@@ -92,7 +92,7 @@ def test_wants_signals_only_when_they_would_be_used() -> None:
     evict(layer, kv, 20)
     assert kv.table.num_live == 8
     assert not layer.wants_signals(kv, 20)
-    layer.patch({"policy": "random"})
+    layer.control.patch({"policy": "random"})
     assert not layer.wants_signals(kv, 1000)
 
 
@@ -100,7 +100,7 @@ def test_patch_to_an_observing_policy_waits_one_interval() -> None:
     """The new policy first looks, then evicts."""
     layer, pool = make_layer(policy="random", budget_tokens=8, evict_interval_tokens=4)
     kv = make_request(layer, pool, num_tokens=20)
-    layer.patch({"policy": "h2o"})
+    layer.control.patch({"policy": "h2o"})
     assert kv.next_evict_at == 24
     assert layer.stats.counter("evictions_postponed_total", "h2o") == 1
 
@@ -171,7 +171,7 @@ def test_patch_makes_running_requests_due_at_once() -> None:
     layer, pool = make_layer(budget_tokens=16, evict_interval_tokens=1000)
     kv = make_request(layer, pool, num_tokens=20)
     layer.evict_if_due(kv, 20)
-    layer.patch({"budget_tokens": 8, "policy": "random"})
+    layer.control.patch({"budget_tokens": 8, "policy": "random"})
     layer.evict_if_due(kv, 20)
     assert kv.table.num_live == 8
     assert layer.stats.counter("evicted_tokens_total", "random") == 8
@@ -193,7 +193,7 @@ def test_refused_patch_changes_nothing(changes: dict[str, Any]) -> None:
     layer, _ = make_layer(policy="streaming_llm")
     config, policy = layer.config, layer.evictor.policy
     with pytest.raises(ConfigError):
-        layer.patch(changes)
+        layer.control.patch(changes)
     assert layer.config is config
     assert layer.evictor.policy is policy
     assert (layer.policy_version, layer.stats.counter("policy_changes_total")) == (1, 0)
@@ -211,7 +211,7 @@ def test_empty_blocks_go_back_at_once() -> None:
         assert [block != 0 for block in pool.lists["a"]] == [True, False, False, True, True]
         assert layer.stats.counter("freed_blocks_total", "empty") == 2
         pool.check_integrity()
-        layer.check_all()
+        layer.verification.check_all()
 
 
 def test_tail_block_is_never_freed() -> None:
@@ -235,7 +235,7 @@ def test_shared_prefix_block_loses_one_reference_only() -> None:
     layer.evict_if_due(first, 16)
     assert [pool.ref[block] for block in shared] == [2, 1]
     assert second.table.num_live == 20
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -315,4 +315,4 @@ def test_broken_policy_is_contained_and_counted(
     assert layer.stats.counter("policy_errors_total", "broken") == 1
     assert "broken" in caplog.text
     assert "a" in caplog.text
-    layer.check_all()
+    layer.verification.check_all()

@@ -95,7 +95,7 @@ def test_generated_tokens_of_a_prefill_policy_can_be_evicted() -> None:
 def test_prefill_policy_on_a_running_request_looks_at_decode_first() -> None:
     """Until its first eviction; then the window is complete and decode is left alone."""
     layer, kv = make_layer(policy="streaming_llm")
-    layer.patch({"policy": "snapkv"})
+    layer.control.patch({"policy": "snapkv"})
     due = PROMPT + 4
     assert layer.to_observe(kv, due - 1, due) == (1, True)
     layer.schedule_tokens(kv, PROMPT, due)
@@ -122,7 +122,7 @@ def test_switch_to_a_policy_with_new_signals_waits_one_interval(
     """Only where the old policy did not have the attention observed."""
     layer, kv = make_layer(policy=before)
     layer.evict_if_due(kv, PROMPT, signals_of(kv))
-    layer.patch({"policy": after, "budget_tokens": 15})
+    layer.control.patch({"policy": after, "budget_tokens": 15})
     assert layer.stats.counter("evictions_postponed_total", after) == postponed
     layer.evict_if_due(kv, PROMPT, signals_of(kv))
     assert len(live(kv)) == (20 if postponed else 15)
@@ -136,7 +136,7 @@ def test_switch_during_prefill_waits_for_nothing() -> None:
     assert pool.grow("r", 100)
     kv = layer.admit("r", PROMPT, PROMPT, 7)
     layer.schedule_tokens(kv, 0, 20)
-    layer.patch({"policy": "h2o"})
+    layer.control.patch({"policy": "h2o"})
     assert kv.next_evict_at == PROMPT
     assert layer.stats.counter("evictions_postponed_total", "h2o") == 0
 
@@ -156,7 +156,7 @@ def test_columns_name_the_dead_of_the_workers_row() -> None:
     assert layer.schedule_tokens(kv, PROMPT, PROMPT + 1) is None
     row_before = live(kv)
     layer.evict_if_due(kv, PROMPT + 1, signals_of(kv))
-    layer.patch({"budget_tokens": 12})
+    layer.control.patch({"budget_tokens": 12})
     layer.evict_if_due(kv, PROMPT + 1, signals_of(kv))
     change = layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2)
     assert change is not None
@@ -182,7 +182,7 @@ def test_columns_know_that_a_token_in_flight_died_early(monkeypatch: pytest.Monk
     assert change is not None
     assert (change.slots, change.dropped.tolist()) == (None, [20, 21])  # type: ignore[union-attr]
     row = live(kv)
-    layer.patch({"recent_tokens": 2})  # due at once
+    layer.control.patch({"recent_tokens": 2})  # due at once
     layer.evict_if_due(kv, 18)  # the output of an earlier step
     change = layer.schedule_tokens(kv, PROMPT + 1, PROMPT + 2)
     assert change is not None

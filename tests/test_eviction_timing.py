@@ -40,14 +40,14 @@ def test_chunk_is_followed_by_eviction() -> None:
     layer.schedule_tokens(kv, 20, 40)
     layer.evict_if_due(kv, 40)
     assert kv.table.live_ids().tolist() == [0, *range(33, 40)]
-    layer.check_all()
+    layer.verification.check_all()
 
 
 @pytest.mark.parametrize(("before", "after", "num_evicted"), [(False, True, 12), (True, False, 0)])
 def test_change_reaches_prefills_that_run(before: bool, after: bool, num_evicted: int) -> None:
     """From the next step on, in both directions."""
     layer, _, kv = make_prefill(evict_during_prefill=before)
-    layer.patch({"evict_during_prefill": after})
+    layer.control.patch({"evict_during_prefill": after})
     layer.evict_if_due(kv, 20)
     assert kv.num_evicted == num_evicted
 
@@ -141,7 +141,7 @@ def test_request_over_budget_evicts_early_rather_than_preempt(mode: str) -> None
     for _ in range(3):  # may still pack what is left, in mode lazy
         layer.reclaim_now()
     assert kv.table.num_live == 8, "at its budget nothing more goes"
-    layer.check_all()
+    layer.verification.check_all()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_last_known_scores_choose_what_goes_early(policy: str) -> None:
     assert len(left) == 8
     assert {20, 21, 22} <= left <= known | {20, 21, 22}
     assert kv.next_evict_at == 123
-    layer.check_all()
+    layer.verification.check_all()
 
 
 def test_tokens_without_a_score_do_not_go_early() -> None:
@@ -211,7 +211,7 @@ def test_tokens_without_a_score_do_not_go_early() -> None:
 def test_scores_of_another_policy_are_not_used_early() -> None:
     """After a switch a request stays as it is until it was observed."""
     layer, _, kv = make_scored()
-    layer.patch({"policy": "scissorhands"})
+    layer.control.patch({"policy": "scissorhands"})
     num_live = kv.num_live
     layer.reclaim_now()
     assert kv.num_live == num_live

@@ -31,9 +31,9 @@ def test_right_state_passes_every_check() -> None:
     """No false alarm before, during and after a relocation."""
     layer, _, kv, plan = make_planned()
     invariants.check_plan(kv, plan, 17)
-    layer.check_all()
+    layer.verification.check_all()
     layer.settle(plan.ticket, None)
-    layer.check_all()
+    layer.verification.check_all()
     invariants.check_conservation("a", 8, "digest", "digest")
 
 
@@ -97,7 +97,7 @@ def test_i2_names_expected_and_actual(damage: Callable[[RequestKV], None], messa
     layer, _, kv, _ = make_planned()
     damage(kv)
     with pytest.raises(InvariantViolationError, match=message) as caught:
-        layer.check_all()
+        layer.verification.check_all()
     assert caught.value.invariant == "I2"
     assert "request a" in str(caught.value)
 
@@ -114,7 +114,7 @@ def test_totals_name_expected_and_actual(field: str, message: str) -> None:
     layer, _, _, _ = make_planned()
     setattr(layer.occupancy, field, getattr(layer.occupancy, field) + 1)
     with pytest.raises(InvariantViolationError, match=message):
-        layer.check_all()
+        layer.verification.check_all()
 
 
 def test_totals_find_a_stray_block() -> None:
@@ -123,7 +123,7 @@ def test_totals_find_a_stray_block() -> None:
     layer.occupancy.store.block_live[-1] += 1
     layer.occupancy.store.block_id[-1] = 1
     with pytest.raises(InvariantViolationError, match=r"have \(9, 5, 10, 6\)"):
-        layer.check_all()
+        layer.verification.check_all()
 
 
 def with_moves(
@@ -213,14 +213,14 @@ def test_i4_refuses_a_source_that_was_given_back() -> None:
 def test_verify_level_decides_how_many_batches_are_checked(level: str, checked: int) -> None:
     """``off`` none, ``sampled`` every 16th ticket, ``full`` all."""
     layer, _ = make_layer(verify=level)
-    assert sum(layer.verifies(ticket) for ticket in range(1, 33)) == checked
+    assert sum(layer.verification.covers(ticket) for ticket in range(1, 33)) == checked
 
 
 def test_violations_are_counted_and_raised() -> None:
     """The metric rises before the engine stops."""
     layer, _ = make_layer(verify="full")
-    layer.check_conservation("a", 8, "abc", "abc")
+    layer.verification.check_conservation("a", 8, "abc", "abc")
     with pytest.raises(InvariantViolationError):
-        layer.check_conservation("a", 8, "abc", "abd")
+        layer.verification.check_conservation("a", 8, "abc", "abd")
     assert layer.stats.counter("invariant_checks_total", "I1") == 2
     assert layer.stats.counter("invariant_violations_total", "I1") == 1

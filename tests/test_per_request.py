@@ -56,7 +56,7 @@ def test_each_request_gets_its_policy_and_budget() -> None:
     assert counter("evicted_tokens_total", "h2o") == 9
     assert counter("evicted_tokens_total", "random") == 6
     assert counter("evicted_tokens_total", "tova") == 12
-    layer.check_all()
+    layer.verification.check_all()
 
 
 def test_equal_policies_share_one_object() -> None:
@@ -116,7 +116,7 @@ def test_no_policy_ever_evicts_a_protected_token(
     if policy in BY_TOKEN:
         assert len(live) == max(budget, len(kept | {kv.num_tokens - 2}))
     assert layer.stats.counter("policy_errors_total", policy) == 0
-    layer.check_all()
+    layer.verification.check_all()
 
 
 def test_patch_passes_requests_with_their_own_by() -> None:
@@ -136,7 +136,7 @@ def test_patch_passes_requests_with_their_own_by() -> None:
     for kv in kvs.values():
         evict(layer, kv)
     live = kvs["own"].table.live_ids().tolist()
-    layer.patch({"policy": "tova", "budget_tokens": 8})
+    layer.control.patch({"policy": "tova", "budget_tokens": 8})
     names = {name: layer.evictor.policy_of(kv).name for name, kv in kvs.items()}
     assert names == {
         "service": "tova",
@@ -158,14 +158,14 @@ def test_patch_passes_requests_with_their_own_by() -> None:
         "out": 24,
     }
     assert set(live) - set(kvs["own"].table.live_ids().tolist())
-    layer.check_all()
+    layer.verification.check_all()
 
 
 def test_patch_of_protection_reaches_everybody() -> None:
     """Sinks beyond a request's own budget: it keeps them, nothing is refused or violated."""
     layer, pool = make_layer(budget_tokens=16)
     kv = make_request(layer, pool, num_tokens=20, options={"vtoken_budget_tokens": 4})
-    layer.patch({"sink_tokens": 10})
+    layer.control.patch({"sink_tokens": 10})
     evict(layer, kv)
     assert kv.table.live_ids().tolist() == [*range(10), 18, 19]
 
@@ -188,11 +188,11 @@ def test_worker_observes_what_any_policy_in_use_needs() -> None:
         True,
         True,
     ]
-    layer.patch({"policy": "scissorhands"})
+    layer.control.patch({"policy": "scissorhands"})
     layer.forget("h")
     layer.forget("s")
     assert layer.observation().signals == {ATTENTION_HISTORY}
-    layer.patch({"policy": "random"})
+    layer.control.patch({"policy": "random"})
     assert layer.observation() is None
 
 
@@ -286,6 +286,6 @@ def test_options_outlive_the_configuration() -> None:
     layer, pool = make_layer(budget_tokens=8)
     kv = make_request(layer, pool, num_tokens=20, options={"vtoken_budget_tokens": 4})
     for changes in ({"keep_ratio": 0.9}, {"recent_tokens": 6, "budget_tokens": 50}):
-        layer.patch(changes)
+        layer.control.patch(changes)
         assert layer.evictor.target_of(kv, 20) == 4
     assert isinstance(layer.config, VTokenConfig)

@@ -48,7 +48,7 @@ def test_no_plan_while_waste_is_at_most_theta() -> None:
     assert layer.occupancy.waste_ratio == 0.75
     assert layer.plan_relocations([(kv, 17)]) == []
     assert skipped(layer) == {"below_theta_f": 1}
-    layer.patch({"theta_f": 0.74})
+    layer.control.patch({"theta_f": 0.74})
     assert len(layer.plan_relocations([(kv, 17)])) == 1
 
 
@@ -57,7 +57,7 @@ def test_no_plan_while_the_pool_is_roomy() -> None:
     layer, _, kv = make_holes(num_blocks=10, low_watermark_ratio=0.4)  # 5 of 10 are free
     assert layer.plan_relocations([(kv, 17)]) == []
     assert skipped(layer) == {"above_watermark": 1}
-    layer.patch({"low_watermark_ratio": 0.5})
+    layer.control.patch({"low_watermark_ratio": 0.5})
     assert len(layer.plan_relocations([(kv, 17)])) == 1
 
 
@@ -76,7 +76,7 @@ def test_shorter_check_interval_takes_effect_at_once() -> None:
     """A live change does not wait for the old, possibly endless, interval."""
     layer, _, kv = make_holes(theta_f=0.9, check_interval_steps=1_000_000)
     layer.plan_relocations([(kv, 17)])
-    layer.patch({"check_interval_steps": 1, "theta_f": 0.0})
+    layer.control.patch({"check_interval_steps": 1, "theta_f": 0.0})
     assert len(layer.plan_relocations([(kv, 17)])) == 1
 
 
@@ -197,7 +197,7 @@ def test_allocation_that_fails_mid_plan_costs_nobody_anything(
     assert requests[1].table.live_slots().tolist() == slots
     pool.check_integrity([block for plan in plans for block in plan.dst_blocks.tolist()])
     layer.settle(1, None)
-    layer.check_all()
+    layer.verification.check_all()
     assert [p.req_id for p in layer.plan_relocations([(kv, 17) for kv in requests])] == ["b"]
 
 
@@ -235,7 +235,7 @@ def test_commit_swaps_blocks_and_frees_sources() -> None:
     assert layer.stats.counter("freed_blocks_total", "relocation") == 3
     assert layer.stats.counter("invariant_checks_total", "I2") == 1
     assert layer.stats.counter("invariant_checks_total", "I4") == 1
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -251,7 +251,7 @@ def test_request_goes_on_after_a_commit() -> None:
     (plan,) = layer.plan_relocations([(kv, 29)])
     layer.settle(plan.ticket, None)
     assert kv.table.live_ids().tolist() == [0, 16, 17, 20, 24, 26, 27, 28]
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -302,7 +302,7 @@ def test_old_plan_does_not_touch_a_resumed_request() -> None:
     assert resumed.plan is new
     layer.settle(new.ticket, None)
     assert resumed.blocks.retained == 2
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -318,7 +318,7 @@ def test_source_that_empties_in_flight_waits_for_the_commit() -> None:
     assert kv.table.live_ids().tolist() == [0, 8, 12, 16]
     assert kv.blocks.num_live.tolist() == [3, 0, 0, 0, 1]
     assert layer.stats.counter("relocated_tokens_total") == 3
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -332,7 +332,7 @@ def test_destination_whose_tokens_all_died_is_freed_at_commit() -> None:
     assert pool.num_free_blocks() == 31
     assert layer.stats.counter("freed_blocks_total", "empty") == 1
     assert layer.stats.counter("freed_blocks_total", "relocation") == 3
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -345,7 +345,7 @@ def test_sources_that_emptied_are_freed_when_the_copy_fails() -> None:
     assert [block != 0 for block in pool.lists["a"]] == [True, False, False, True, True]
     assert kv.blocks.ids.tolist() == pool.lists["a"]
     assert layer.stats.counter("freed_blocks_total", "empty") == 2
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -357,7 +357,7 @@ def test_source_shared_in_flight_stays_with_its_new_holder() -> None:
     pool.touch(source)
     layer.settle(plan.ticket, None)
     assert pool.ref[source] == 1
-    layer.check_all()
+    layer.verification.check_all()
 
 
 # -- urgent --------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def test_urgent_plan_is_committed_as_it_is_made() -> None:
     assert layer.settle(plan.ticket, None) == []
     assert layer.stats.counter("relocations_total", "committed") == 1
     assert layer.stats.counter("urgent_relocations_total") == 1
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -401,7 +401,7 @@ def test_plans_in_flight_are_committed_before_new_ones_are_made() -> None:
     assert layer.reclamation.num_in_flight == 0
     assert layer.settle(plan.ticket, None) == []
     assert layer.stats.counter("relocations_total", "committed") == 1
-    layer.check_all()
+    layer.verification.check_all()
     pool.check_integrity()
 
 
@@ -474,7 +474,7 @@ def test_abandoned_plans_give_every_block_back_at_once(orphaned: bool) -> None:
     pool.check_integrity()
     assert layer.settle(ticket, None) == []
     assert layer.stats.counter("relocations_total", "rolled_back") == 1
-    layer.check_all()
+    layer.verification.check_all()
 
 
 def test_abandoned_plan_frees_what_evictions_emptied_meanwhile() -> None:

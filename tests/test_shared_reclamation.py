@@ -52,7 +52,7 @@ def test_holders_let_go_in_one_batch() -> None:
     assert all(p.source_indices.tolist() == [0, 1, 2, 3] for p in plans)
     assert not {b for p in plans for b in p.dst_blocks.tolist()} & set(shared)
     layer.settle(1, None)
-    layer.check_all()
+    layer.verification.check_all()
     assert pool.num_free_blocks() == NUM_BLOCKS - 4  # two tails, two destinations
     assert [kv.table.live_ids().tolist() for kv in holders] == [[0, 4, 8, 12, 16]] * 2
     assert layer.stats.counter("freed_blocks_total", "relocation") == 2

@@ -124,9 +124,9 @@ def test_patch_of_theta_f_starts_anew_and_others_do_not() -> None:
     pool.allocate(pool.num_free_blocks() - 1)
     layer.plan_relocations([(kv, 20)])
     assert layer.reclamation.theta_f == pytest.approx(0.2)
-    layer.patch({"max_source_blocks": 8})
+    layer.control.patch({"max_source_blocks": 8})
     assert layer.reclamation.theta_f == pytest.approx(0.2)
-    layer.patch({"theta_f": 0.3})
+    layer.control.patch({"theta_f": 0.3})
     assert layer.reclamation.theta_f == 0.3
 
 

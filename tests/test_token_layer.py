@@ -25,7 +25,7 @@ def test_first_step_sends_the_prefix_as_row() -> None:
     assert change.slots is not None
     assert change.slots.tolist() == [b * 4 + i for b in pool.lists["a"][:2] for i in range(4)]
     assert kv.table.num_tokens == 11
-    layer.check_all()
+    layer.verification.check_all()
 
 
 def test_later_steps_send_no_row() -> None:
@@ -164,7 +164,7 @@ def test_headroom_must_leave_something_of_the_pool() -> None:
     layer, pool = make_layer()
     for attempt in (
         lambda: make_layer(headroom_blocks=pool.num_total_blocks),
-        lambda: layer.patch({"headroom_blocks": pool.num_total_blocks}),
+        lambda: layer.control.patch({"headroom_blocks": pool.num_total_blocks}),
     ):
         with pytest.raises(ConfigError, match=f"headroom_blocks < {pool.num_total_blocks}"):
             attempt()
@@ -173,10 +173,10 @@ def test_headroom_must_leave_something_of_the_pool() -> None:
 def test_change_may_skip_versions_but_not_go_back() -> None:
     """Other engines may have had more changes; the history has what there was."""
     layer, _ = make_layer()
-    layer.change(layer.config.patched({"theta_f": 0.1}), version=7)
+    layer.control.change(layer.config.patched({"theta_f": 0.1}), version=7)
     assert layer.policy_version == 7
-    assert layer.history.find().version == 1
-    layer.change(layer.config.patched({"theta_f": 0.2}), version=3)
+    assert layer.control.history.find().version == 1
+    layer.control.change(layer.config.patched({"theta_f": 0.2}), version=3)
     assert layer.policy_version == 8
-    assert [change.version for change in layer.history] == [8, 7, 1]
-    assert layer.history.find().version == 7
+    assert [change.version for change in layer.control.history] == [8, 7, 1]
+    assert layer.control.history.find().version == 7

@@ -23,6 +23,7 @@ from tests.engine_model import (
     drive,
     drive_sharing,
 )
+from vtoken.commits import Commits
 from vtoken.documents import Documents
 from vtoken.errors import VTokenError
 from vtoken.eviction import Evictor, Victims
@@ -224,13 +225,13 @@ def _one_holder_lets_go(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _rows_not_refreshed(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit(self: ReclamationManager, kv: RequestKV, plan: RelocationPlan) -> None:
+    def commit(self: Commits, kv: RequestKV, plan: RelocationPlan) -> None:
         stale = kv.row_stale
         original(self, kv, plan)
         kv.row_stale = stale
 
-    original = ReclamationManager._commit
-    monkeypatch.setattr(ReclamationManager, "_commit", commit)
+    original = Commits.commit
+    monkeypatch.setattr(Commits, "commit", commit)
 
 
 def _columns_of_the_first_death_only(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,26 +15,22 @@ that may write to the blocks that they freed; only a failing copy then costs its
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.cache_room import Growth, Room, all_free, sparing_the_cache
+from vtoken.commits import Commits
 from vtoken.config import VTokenConfig
 from vtoken.errors import PlanError
-from vtoken.occupancy import GIVEN_BACK, BlockOccupancy, RequestBlocks
-from vtoken.planner import BlockSnapshot, Rejection, SourceChoice, build_moves, choose_sources
+from vtoken.occupancy import BlockOccupancy
+from vtoken.planner import Rejection
 from vtoken.ports import BlockPoolPort
 from vtoken.request_kv import RelocationPlan, RequestKV
-from vtoken.shared_planner import Holding, SharedChoice, choose_shared, group_by_holders
+from vtoken.reservations import Reservations, by_waste
 from vtoken.stats import VTokenStats
 from vtoken.threshold import Bounds, Threshold, next_threshold
-from vtoken.types import BoolArray
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,10 +49,6 @@ class Settled:
 
 _REFUSED = Rejection("refused")
 
-MAX_PLANS_PER_STEP = 32
-"""When F passes θ_F, hundreds of requests have something to gain at once. Planning for all of
-them would stall one step; this many already free blocks faster than decoding takes them."""
-
 
 class ReclamationManager:
     """Plans relocations and carries them through; owns every plan in flight.
@@ -64,7 +56,7 @@ class ReclamationManager:
     Attributes:
         approves: asked for each plan that is committed as it is made, with the number of tokens
             whose K/V is complete: False takes the plan back.
-        growth: asked for the blocks that requests may still come to ask for.
+        reservations: makes the plans.
     """
 
     def __init__(
@@ -79,14 +71,13 @@ class ReclamationManager:
         self._pool = pool
         self._occupancy = occupancy
         self._stats = stats
+        self.reservations = Reservations(config, pool, occupancy, stats)
+        self._commits = Commits(pool, stats)
         self._in_flight: dict[int, list[RelocationPlan]] = {}
         self._urgent: list[RelocationPlan] = []
         self._unproven: dict[int, list[RequestKV]] = {}
         self._next_ticket = 1
         self._steps_to_check = 0
-        self._net_freed = 0
-        self._is_short = False
-        self.growth: Callable[[], Growth] = lambda: Growth(0, 0)
         self.approves: Callable[[RelocationPlan, int], bool] = lambda plan, num_computed: True
 
     def reconfigure(self, config: VTokenConfig) -> None:
@@ -96,13 +87,8 @@ class ReclamationManager:
             self._config.theta_f_mode,
         ):
             self._threshold = Threshold(config.theta_f)
-        self._config = config
+        self._config = self.reservations.config = config
         self._steps_to_check = 0
-
-    def note_shortage(self) -> None:
-        """An allocation failed: until the next look, free blocks are worth more than what is
-        cached in them."""
-        self._is_short = True
 
     @property
     def theta_f(self) -> float:
@@ -149,8 +135,7 @@ class ReclamationManager:
         if reason is not None:
             self._stats.inc("reclaim_skipped_total", 1, reason)
             return []
-        plans = self._reserve_plans(requests)
-        self._is_short = False
+        plans = self.reservations.for_step(requests)
         if plans:
             self._in_flight[self._stamp(plans)] = list(plans)
         return plans
@@ -181,179 +166,6 @@ class ReclamationManager:
             return "above_watermark"
         return None
 
-    def _reserve_plans(self, requests: Iterable[tuple[RequestKV, int]]) -> list[RelocationPlan]:
-        """Stages 2 and 3, most wasteful request first."""
-        candidates = _by_waste(requests)
-        if not candidates:
-            return []
-        room = self._room()
-        plans = self._reserve_shared(candidates, room) if self._config.relocate_shared else []
-        done = {plan.req_id for plan in plans}
-        for kv, num_computed in candidates:
-            if len(plans) >= MAX_PLANS_PER_STEP:
-                break  # the others are still wasteful in the next step
-            if kv.req_id in done:
-                continue
-            if kv.plan is not None:
-                self._stats.inc("reclaim_skipped_total", 1, "in_flight")
-                continue
-            choice = self._choose_within(room, kv, num_computed)
-            plan = (
-                choice if isinstance(choice, Rejection) else self._reserve(kv, choice, num_computed)
-            )
-            if isinstance(plan, Rejection):
-                self._stats.inc("reclaim_skipped_total", 1, plan.reason)
-                continue
-            plans.append(plan)
-        return plans
-
-    def _room(self) -> Room:
-        """Destinations for the plans of this look."""
-        config, pool = self._config, self._pool
-        if self._is_short or config.relocate_into_cached or not pool.caches_prefixes:
-            return all_free(pool)
-        growth = self.growth()
-        if growth.soon > pool.num_free_blocks():
-            return all_free(pool)
-        most = MAX_PLANS_PER_STEP * config.max_source_blocks
-        return sparing_the_cache(pool, growth.in_all, most)
-
-    def _choose_within(
-        self, room: Room, kv: RequestKV, num_computed: int
-    ) -> SourceChoice | Rejection:
-        """A choice that the room allows, out of any blocks or out of those without cached
-        content; takes its destinations from the room."""
-        max_sources = self._config.max_source_blocks
-        choice = self._choose(kv, num_computed, max_sources, room.spare)
-        if isinstance(choice, SourceChoice):
-            room.take(choice.num_destinations, from_spare=True)
-        elif choice.reason == "no_headroom" and room.is_limited:
-            choice = self._choose(kv, num_computed, max_sources, room.empty, cached_too=False)
-            if isinstance(choice, Rejection):
-                is_held_back = self._pool.num_free_blocks() > room.spare
-                return Rejection("spares_cache" if is_held_back else "no_headroom")
-            room.take(choice.num_destinations, from_spare=False)
-        return choice
-
-    def _reserve_shared(
-        self, candidates: list[tuple[RequestKV, int]], room: Room
-    ) -> list[RelocationPlan]:
-        """Copy-on-write: a plan for every holder of shared blocks that all can let go together.
-
-        The blocks themselves are only read; each holder's reference goes when its plan commits.
-        Their content stays in the prefix cache until the pool needs the room.
-        """
-        free = [(kv, done) for kv, done in candidates if kv.plan is None and kv.num_evicted]
-        groups = group_by_holders([self._shared_holding(kv, done) for kv, done in free])
-        plans: list[RelocationPlan] = []
-        for group in groups:
-            if any(free[h][0].plan is not None for h in group.holders):
-                continue
-            if len(plans) + len(group.holders) > MAX_PLANS_PER_STEP:
-                continue
-            choice = choose_shared(
-                group,
-                self._occupancy.block_size,
-                self._config.max_source_blocks,
-                room.spare,
-            )
-            if isinstance(choice, SharedChoice):
-                room.take(choice.num_destinations, from_spare=True)
-                holders = [free[h] for h in choice.holders]
-                plans += self._reserve_group(holders, choice.choices)
-        return plans
-
-    def _reserve_group(
-        self, holders: list[tuple[RequestKV, int]], choices: tuple[SourceChoice, ...]
-    ) -> list[RelocationPlan]:
-        """A plan for every holder, or none at all."""
-        plans: list[RelocationPlan] = []
-        for (kv, num_computed), choice in zip(holders, choices, strict=True):
-            plan = self._reserve(kv, choice, num_computed)
-            if isinstance(plan, Rejection):
-                for (holder, _), reserved in zip(holders, plans, strict=False):
-                    holder.plan = None
-                    self._roll_back(reserved, "failed")
-                return []
-            plans.append(plan)
-        self._stats.inc("shared_relocations_total")
-        return plans
-
-    def _shared_holding(self, kv: RequestKV, num_computed: int) -> Holding:
-        """Shared blocks with room for gain, in chunks of B from the front.
-
-        Prefixes are shared, so the search ends with the first chunk without a shared block.
-        """
-        size, ids, num_live = self._occupancy.block_size, kv.blocks.ids, kv.blocks.num_live
-        end = num_computed // size
-        places = ((ids[:end] != GIVEN_BACK) & (num_live[:end] < size)).nonzero()[0]
-        step = self._config.max_source_blocks
-        found = [np.empty(0, np.int64)]
-        for start in range(0, len(places), step):
-            chunk = places[start : start + step]
-            shared = chunk[self._pool.shared(ids[chunk])]
-            if not len(shared):
-                break
-            found.append(shared)
-        where = np.concatenate(found)
-        held = ids[where]
-        return Holding(where, held, num_live[where], self._pool.references(held))
-
-    def _choose(
-        self,
-        kv: RequestKV,
-        num_computed: int,
-        max_sources: int,
-        max_destinations: int,
-        *,
-        cached_too: bool = True,
-    ) -> SourceChoice | Rejection:
-        num_closed = num_computed // kv.block_size
-        eligible = self._eligible(kv.blocks, num_closed, max_sources, cached_too)
-        snapshot = BlockSnapshot(kv.blocks.num_live, eligible, kv.block_size)
-        return choose_sources(snapshot, max_sources, max_destinations)
-
-    def _eligible(
-        self, blocks: RequestBlocks, num_closed: int, max_sources: int, cached_too: bool
-    ) -> BoolArray:
-        """Blocks that may move: held, closed, private, maybe not cached; ``[num_blocks]``.
-
-        A plan takes the emptiest of them, so only these are looked for, the emptiest first: the
-        pool is asked about some ``max_sources`` blocks instead of all. Moving a full block gains
-        nothing.
-        """
-        ids, num_live, size = blocks.ids, blocks.num_live, self._occupancy.block_size
-        open_places = (ids[:num_closed] != GIVEN_BACK) & (num_live[:num_closed] < size)
-        places = open_places.nonzero()[0]
-        if not cached_too:
-            places = places[~self._pool.cached(ids[places])]
-        places = places[np.argsort(num_live[places], kind="stable")]
-        eligible = np.zeros(len(ids), np.bool_)
-        left = max_sources
-        while left and len(places):
-            some, places = places[:left], places[left:]
-            private = some[~self._pool.shared(ids[some])]
-            eligible[private] = True
-            left -= len(private)
-        return eligible
-
-    def _reserve(
-        self, kv: RequestKV, choice: SourceChoice, num_computed: int
-    ) -> RelocationPlan | Rejection:
-        try:
-            dst_blocks = self._pool.allocate(choice.num_destinations)
-        except Exception:
-            # Nothing has changed yet, and tokens that stay where they are cost only room.
-            logger.exception("no destinations for a relocation of request %s", kv.req_id)
-            return Rejection("no_headroom")
-        sources = kv.blocks.ids[choice.indices]
-        live_ids = kv.table.live_ids_in(sources)
-        moves = build_moves(
-            live_ids, kv.table.slots_of(live_ids), sources, dst_blocks, kv.table.block_size
-        )
-        kv.plan = RelocationPlan(kv.req_id, choice.indices, dst_blocks, moves, num_computed)
-        return kv.plan
-
     # -- urgent ----------------------------------------------------------------------------
 
     def reclaim_now(self, requests: Iterable[tuple[RequestKV, int]]) -> RelocationPlan | None:
@@ -367,7 +179,7 @@ class ReclamationManager:
             The plan, already committed, or None if no packing frees a block. The worker must
             copy it before the next forward: see :meth:`take_urgent`.
         """
-        for kv, num_computed in _by_waste(requests):
+        for kv, num_computed in by_waste(requests):
             if not self._config.relocates:
                 break  # the last plan was not approved of, and that stopped relocation
             plan = self._pack(kv, num_computed, self._config.max_source_blocks)
@@ -392,20 +204,15 @@ class ReclamationManager:
         self, kv: RequestKV, num_computed: int, max_sources: int
     ) -> RelocationPlan | Rejection:
         """Commit a plan before its copy; the worker makes it before the next forward."""
-        if kv.plan is not None:
-            return Rejection("in_flight")
-        choice = self._choose(kv, num_computed, max_sources, self._pool.num_free_blocks())
-        if isinstance(choice, Rejection):
-            return choice
-        plan = self._reserve(kv, choice, num_computed)
+        plan = self.reservations.at_once(kv, num_computed, max_sources)
         if isinstance(plan, Rejection):
             return plan
         self._stamp([plan])
         kv.plan = None
         if not self.approves(plan, num_computed):
-            self._roll_back(plan, "failed")
+            self.reservations.give_back(plan, "failed")
             return _REFUSED
-        self._commit(kv, plan)
+        self._commits.commit(kv, plan)
         self._urgent.append(plan)
         self._unproven[plan.ticket] = [kv]
         return plan
@@ -431,8 +238,8 @@ class ReclamationManager:
                 kv = requests[plan.req_id]
                 plans.remove(plan)
                 kv.plan = None
-                self._commit(kv, plan)
-                self._free_emptied(kv, plan)
+                self._commits.commit(kv, plan)
+                self._commits.free_emptied(kv, plan)
                 self._unproven.setdefault(ticket, []).append(kv)
                 early = True
         return early
@@ -454,7 +261,7 @@ class ReclamationManager:
         del self._in_flight[plans[0].ticket]
         for plan in plans:
             requests[plan.req_id].plan = None
-            self._roll_back(plan, "failed")
+            self.reservations.give_back(plan, "failed")
 
     def abandon(self, requests: dict[str, RequestKV]) -> None:
         """Roll back all plans in flight before their report, to have every block at once.
@@ -465,11 +272,11 @@ class ReclamationManager:
         for ticket, plans in self._in_flight.items():
             self._in_flight[ticket] = []
             for plan in plans:
-                self._roll_back(plan, "rolled_back")
+                self.reservations.give_back(plan, "rolled_back")
                 if not plan.orphaned:
                     kv = requests[plan.req_id]
                     kv.plan = None
-                    self._free_emptied(kv, plan)
+                    self._commits.free_emptied(kv, plan)
 
     def settle(
         self,
@@ -504,75 +311,16 @@ class ReclamationManager:
         lost = [kv for kv in early if kv not in committed and requests.get(kv.req_id) is kv]
         for plan in self._in_flight.pop(ticket, ()):
             if plan.orphaned:
-                self._roll_back(plan, "rolled_back")
+                self.reservations.give_back(plan, "rolled_back")
                 continue
             kv = requests[plan.req_id]
             kv.plan = None
             if error is not None or plan.req_id in damaged:
-                self._roll_back(plan, "failed")
+                self.reservations.give_back(plan, "failed")
             elif not trusted:
-                self._roll_back(plan, "rolled_back")
+                self.reservations.give_back(plan, "rolled_back")
             else:
-                self._commit(kv, plan)
+                self._commits.commit(kv, plan)
                 committed.append(kv)
-            self._free_emptied(kv, plan)
+            self._commits.free_emptied(kv, plan)
         return Settled(committed, lost)
-
-    def _roll_back(self, plan: RelocationPlan, outcome: str) -> None:
-        self._pool.free(plan.dst_blocks[::-1].tolist())
-        self._stats.inc("relocations_total", 1, outcome)
-
-    def _commit(self, kv: RequestKV, plan: RelocationPlan) -> None:
-        moves = plan.moves
-        alive = kv.table.is_live(moves.token_ids)  # some may have been evicted meanwhile
-        dst_slots = moves.dst_slots[alive]
-        kv.table.apply_moves(moves.token_ids[alive], moves.src_slots[alive], dst_slots)
-        sources = kv.blocks.ids[plan.source_indices].copy()
-        size = kv.table.block_size
-        filled = np.arange(moves.num_moves) // size  # destination of each move, before losses
-        dst_live = np.bincount(filled[alive], minlength=len(plan.dst_blocks)).astype(np.int32)
-        kv.blocks.relocate(plan.source_indices, plan.dst_blocks, dst_live)
-        self._pool.replace(
-            kv.req_id, plan.source_indices.tolist(), _padded(plan.dst_blocks, len(sources))
-        )
-        self._count_freed(int((~self._pool.shared(sources)).sum()) - len(plan.dst_blocks))
-        self._pool.free(sources[::-1].tolist())
-        kv.send_row()
-        self._stats.inc("relocations_total", 1, "committed")
-        self._stats.inc("relocated_tokens_total", len(dst_slots))
-
-    def _count_freed(self, num_blocks: int) -> None:
-        """Net gain of one plan. Of a group that lets go of shared blocks only the last one gains:
-        what the others spent on destinations is set against it, so that the counter only grows.
-        """
-        self._net_freed += num_blocks
-        if self._net_freed > 0:
-            self._stats.inc("freed_blocks_total", self._net_freed, "relocation")
-            self._net_freed = 0
-
-    def _free_emptied(self, kv: RequestKV, plan: RelocationPlan) -> None:
-        """Give back the plan's places that evictions emptied while it held them."""
-        places = plan.source_indices
-        empty = places[(kv.blocks.num_live[places] == 0) & (kv.blocks.ids[places] != 0)]
-        if not len(empty):
-            return
-        kv.give_back(empty, self._pool)
-        self._stats.inc("freed_blocks_total", len(empty), "empty")
-
-
-def _by_waste(requests: Iterable[tuple[RequestKV, int]]) -> list[tuple[RequestKV, int]]:
-    """Requests that hold more blocks than their live tokens need, most wasteful first."""
-    candidates = list(requests)
-    if not candidates:
-        return []
-    store = candidates[0][0].store
-    rows = np.fromiter((kv.row for kv, _ in candidates), np.int64, len(candidates))
-    waste = store.num_retained[rows] + -store.num_live[rows] // store.block_size
-    order = np.argsort(-waste, kind="stable")
-    return [candidates[i] for i in order[: np.count_nonzero(waste > 0)].tolist()]
-
-
-def _padded(dst_blocks: NDArray[np.int32], length: int) -> list[int]:
-    """Destination ids followed by the null block for places that are given back."""
-    ids: list[int] = dst_blocks.tolist()
-    return ids + [0] * (length - len(ids))

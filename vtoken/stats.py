@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 Kind = Literal["counter", "gauge", "histogram"]
 
@@ -167,12 +166,6 @@ class _Histogram:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def add_many(self, values: ArrayLike) -> None:
-        """Count many observations at once."""
-        array = np.asarray(values, np.float64)
-        np.add.at(self.counts, np.searchsorted(self.bounds, array), 1)
-        self.total += float(array.sum())
-
 
 class VTokenStats:
     """Accumulates the families of :data:`METRICS`; counters only ever grow."""
@@ -214,10 +207,6 @@ class VTokenStats:
     def observe(self, name: str, value: float) -> None:
         """Add one observation to a histogram."""
         self._histograms[name].add(value)
-
-    def observe_many(self, name: str, values: ArrayLike) -> None:
-        """Add many observations to a histogram."""
-        self._histograms[name].add_many(values)
 
     def snapshot(self) -> dict[str, Any]:
         """All values as plain data.

@@ -12,47 +12,33 @@ all drive this same object. Order within one engine step:
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from vtoken import invariants
 from vtoken.cache_room import Growth
 from vtoken.config import VTokenConfig
 from vtoken.documents import Document
-from vtoken.errors import ConfigError, InvariantViolationError
 from vtoken.eviction import Due, Evictor
 from vtoken.eviction_choice import first_eviction_at
-from vtoken.history import MAX_NOTE_CHARS, ChangeInfo, History
 from vtoken.observation import (
-    ATTENTION_SIGNALS,
-    PREFILL_SIGNALS,
     ObservationSpec,
     Observe,
     RequestSignals,
     queries_to_observe,
 )
 from vtoken.occupancy import BlockOccupancy
+from vtoken.policy_control import PolicyControl
 from vtoken.ports import BlockPoolPort
-from vtoken.preview import preview, warnings
 from vtoken.receipts import Receipts
 from vtoken.reclamation import ReclamationManager
 from vtoken.request_kv import RelocationPlan, RequestKV, RowChange
 from vtoken.request_options import NO_OPTIONS, RequestOptions
 from vtoken.roster import Roster
 from vtoken.stats import UTILIZATIONS, VTokenStats
-from vtoken.types import IdArray, SlotArray
-
-logger = logging.getLogger(__name__)
-
-UNKNOWN = ChangeInfo()
-"""Of changes that nobody signed."""
-
-SAMPLED_VERIFY_INTERVAL = 16
-"""With ``verify=sampled`` one batch in this many is hashed and checked."""
+from vtoken.types import IdArray
+from vtoken.verification import Verification
 
 
 class TokenLayer:
@@ -65,20 +51,25 @@ class TokenLayer:
             ConfigError: the policy or its arguments are unknown.
         """
         self.stats = VTokenStats()
-        self.relocation_disabled: str | None = None  # the violation that stopped it
         self.occupancy = BlockOccupancy(pool.num_total_blocks + 1, pool.block_size)
         self.roster = Roster(pool, self.occupancy)
         self.requests = self.roster.requests
         self.evictor = Evictor(config, pool, self.occupancy, self.stats)
         self.reclamation = ReclamationManager(config, pool, self.occupancy, self.stats)
-        self.reclamation.approves = self._approves
-        self.reclamation.growth = self._growth
+        self.control = PolicyControl(
+            self.evictor, self.reclamation, self.requests, pool, self.stats
+        )
+        self.control.on_change = self._observe_what_is_needed
+        self.verification = Verification(
+            self.evictor.documents, self.requests, self.occupancy, self.stats
+        )
+        self.verification.on_violation = self.control.stop_relocation
+        self.reclamation.approves = self.verification.approves
+        self.reclamation.reservations.growth = self._growth
         self.receipts = Receipts()
-        self.history = History(config)
         self._pool = pool
         self._observation: ObservationSpec | None = None
         self._observe_what_is_needed()
-        self._check_pool(config)
 
     @property
     def config(self) -> VTokenConfig:
@@ -209,9 +200,9 @@ class TokenLayer:
             # Capped requests are packed when they are cut, and at no other time.
             computed = (item for item in computed if not self._is_capped(item[0]))
         plans = self.reclamation.plan_step(computed)
-        if not plans or not self.verifies(plans[0].ticket):
+        if not plans or not self.verification.covers(plans[0].ticket):
             return plans
-        if not all([self._approves(plan, plan.num_computed) for plan in plans]):
+        if not all([self.verification.approves(plan, plan.num_computed) for plan in plans]):
             self.reclamation.withdraw(plans, self.requests)
             return []
         return plans
@@ -276,17 +267,17 @@ class TokenLayer:
             Ids of requests that must end with an error: their K/V is gone, because a plan was
             committed before its copy failed, or because their table is broken.
         """
-        trusted = self.relocation_disabled is None
+        trusted = self.control.relocation_disabled is None
         settled = self.reclamation.settle(ticket, error, self.requests, damaged, trusted)
         lost = [kv.req_id for kv in settled.lost]
         for kv in settled.committed:
             kv.num_relocations += 1
             kv.stall_seconds += stall_seconds
-        if self.verifies(ticket):
+        if self.verification.covers(ticket):
             for kv in settled.committed:
                 if self.requests.get(kv.req_id) is not kv:
                     continue
-                if not self._holds("I2", invariants.check_unique_mapping, kv):
+                if not self.verification.check_mapping(kv):
                     lost.append(kv.req_id)
         return lost
 
@@ -308,165 +299,7 @@ class TokenLayer:
     def _is_capped(self, kv: RequestKV) -> bool:
         return self.evictor.document_of(kv).config.max_blocks_per_request is not None
 
-    # -- verification ----------------------------------------------------------------------
-
-    def verifies(self, ticket: int) -> bool:
-        """Whether this batch is checked online (``verify``)."""
-        level = self.config.verify
-        return level == "full" or (level == "sampled" and ticket % SAMPLED_VERIFY_INTERVAL == 0)
-
-    def check_conservation(self, req_id: str, num_tokens: int, before: str, after: str) -> bool:
-        """I1 from the worker's digests, counted; whether it holds."""
-        return self._holds("I1", invariants.check_conservation, req_id, num_tokens, before, after)
-
-    def live_slots(self, req_ids: Iterable[str]) -> dict[str, SlotArray]:
-        """What a step that was just registered must read, for :meth:`check_row`."""
-        return {req_id: self.requests[req_id].table.live_slots() for req_id in req_ids}
-
-    def check_row(self, req_id: str, expected: SlotArray, row: SlotArray) -> None:
-        """I2 across processes: the forward read exactly the slots that the table named.
-
-        Args:
-            req_id: request.
-            expected: of :meth:`live_slots` when the forward was scheduled: the table may have
-                changed since, under asynchronous scheduling.
-            row: as reported.
-        """
-        self._holds("I2", invariants.check_row, req_id, expected, row)
-
-    def check_all(self) -> None:
-        """Every invariant that can be read off the state, of every request.
-
-        Raises:
-            InvariantViolationError: one does not hold; carries the numbers.
-        """
-        for kv in self.requests.values():
-            invariants.check_unique_mapping(kv)
-        invariants.check_totals(self.occupancy, list(self.requests.values()))
-
-    def _approves(self, plan: RelocationPlan, num_computed: int) -> bool:
-        """I4 of a plan that is about to be sent or committed, if its batch is to be checked."""
-        kv = self.requests[plan.req_id]
-        return not self.verifies(plan.ticket) or self._holds(
-            "I4", invariants.check_plan, kv, plan, num_computed
-        )
-
-    def _holds(self, invariant: str, check: Any, *args: Any) -> bool:
-        """Run a check and count it; a violation stops relocation, or the engine under ``full``."""
-        self.stats.inc("invariant_checks_total", 1, invariant)
-        try:
-            check(*args)
-        except InvariantViolationError as error:
-            self.stats.inc("invariant_violations_total", 1, invariant)
-            if self.config.verify == "full":
-                raise
-            self._stop_relocation(error)
-            return False
-        return True
-
-    def _stop_relocation(self, error: InvariantViolationError) -> None:
-        """Serve on in mode naive: whatever is wrong, blocks that never move cannot get worse."""
-        if self.relocation_disabled is not None:
-            return
-        self.relocation_disabled = str(error)
-        logger.error(
-            "relocation is stopped, serving goes on in mode naive until mode is set again: %s",
-            error,
-        )
-        before = self.evictor.documents.current
-        config = dataclasses.replace(before.config, mode="naive")
-        # Every request follows, as the mode is the pool's; nobody's evictions change.
-        self.evictor.documents.current = Document(before.version + 1, config, before.policy)
-        self.reclamation.reconfigure(config)
-        info = ChangeInfo(by="vtoken", action="safety", note=str(error)[:MAX_NOTE_CHARS])
-        self.history.record(self.policy_version, before.config, config, info)
-
-    # -- control ---------------------------------------------------------------------------
-
-    def patch(self, changes: Mapping[str, Any], info: ChangeInfo = UNKNOWN) -> VTokenConfig:
-        """Change live settings by a merge patch; see :meth:`change`."""
-        return self.change(self.config.patched(changes), info)
-
-    def change(
-        self, config: VTokenConfig, info: ChangeInfo = UNKNOWN, version: int | None = None
-    ) -> VTokenConfig:
-        """Put another document in force, and remember that; ``version`` may skip some numbers.
-
-        Running requests are due at once under it, unless ``info`` says that it is for new ones
-        only: then requests keep what they follow until they end, but for settings of the pool.
-        A request with its own policy and budget is not due: only the rest of the settings, such
-        as ``recent_tokens``, is new to it, from its next eviction on.
-
-        Raises:
-            ConfigError: a field is out of bounds; nothing was changed.
-        """
-        document = self.check(config)
-        if version is not None:
-            document = dataclasses.replace(document, version=max(version, document.version))
-        before = self.config
-        signals = {kv.req_id: self.signals_of(kv) for kv in self.requests.values()}
-        self.evictor.install(document, for_new_only=info.apply_to == "new")
-        self.reclamation.reconfigure(config)
-        if config.relocates:
-            self.relocation_disabled = None
-        self.history.record(document.version, before, config, info)
-        self.stats.inc("policy_changes_total")
-        self._observe_what_is_needed()
-        for kv in self.requests.values():
-            if not self.evictor.documents.is_kept(kv.generation):
-                self._follow(kv, signals[kv.req_id])
-        return config
-
-    def check(self, config: VTokenConfig) -> Document:
-        """The document that :meth:`change` would put in force; changes nothing.
-
-        Raises:
-            ConfigError: the policy is unknown, or the pool is too small for the headroom.
-        """
-        self._check_pool(config)
-        return self.evictor.documents.make(config)
-
-    def preview(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> dict[str, Any]:
-        """What :meth:`change` would do; changes nothing. See :mod:`vtoken.preview`.
-
-        Raises:
-            ConfigError: as :meth:`change`.
-        """
-        found = preview(self.evictor, self.requests.values(), self.check(config), info)
-        return {**found, "warnings": self.warnings(config, info)}
-
-    def warnings(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> list[str]:
-        """What a person should know about :meth:`change`, in sentences; changes nothing.
-
-        Raises:
-            ConfigError: as :meth:`change`.
-        """
-        document = self.check(config)
-        found = warnings(self.evictor, list(self.requests.values()), document, info)
-        if self.relocation_disabled is not None and config.relocates:
-            reason = self.relocation_disabled
-            found.append(f"relocation: a violation stopped it, and mode lazy starts it: {reason}")
-        return found
-
-    def _follow(self, kv: RequestKV, signals_before: frozenset[str]) -> None:
-        """Make the request due under a document that is new to it."""
-        if kv.options.policy_key is not None and kv.options.has_own_budget:
-            return
-        config = self.evictor.document_of(kv).config
-        kv.next_evict_at = first_eviction_at(config, kv.prefill_end)
-        missing = (self.signals_of(kv) - signals_before) & ATTENTION_SIGNALS
-        if missing and kv.table.num_tokens >= kv.prefill_end:
-            # Scores of the old policy's making, or none: observe for one interval first.
-            self.evictor.postpone(kv, kv.table.num_tokens)
-            kv.window_missed = bool(missing & PREFILL_SIGNALS)
-
-    def release_documents(self, generations: Collection[int]) -> None:
-        """Forget kept documents that nobody follows any more.
-
-        Args:
-            generations: of all requests that have arrived and not ended, waiting ones included.
-        """
-        self.evictor.documents.release(generations)
+    # -- what can be read ------------------------------------------------------------------
 
     def receipt(self, key: str) -> dict[str, Any]:
         """What became of the requests that asked for a receipt under ``key``; takes it.
@@ -484,20 +317,6 @@ class TokenLayer:
     def _add_receipt(self, kv: RequestKV, num_in_flight: int = 0) -> None:
         version = self.evictor.document_of(kv).version
         self.receipts.add(kv, self.evictor.policy_of(kv).name, version, num_in_flight)
-
-    def _check_pool(self, config: VTokenConfig) -> None:
-        """Refuse what this pool cannot hold."""
-        total, size = self._pool.num_total_blocks, self._pool.block_size
-        if config.headroom_blocks >= total:
-            bound = f"headroom_blocks < {total}, the blocks of the pool"
-            raise ConfigError("headroom_blocks", config.headroom_blocks, bound)
-        cap, always_kept = config.max_blocks_per_request, config.sink_tokens + config.recent_tokens
-        if cap is not None and (cap - 1) * size <= always_kept:
-            bound = (
-                f"(max_blocks_per_request - 1) * {size} > sink_tokens + recent_tokens "
-                f"= {always_kept}"
-            )
-            raise ConfigError("max_blocks_per_request", cap, bound)
 
     @property
     def headroom_blocks(self) -> int:
@@ -533,7 +352,7 @@ class TokenLayer:
             "headroom_blocks": self.headroom_blocks,
             "in_flight_relocations": self.reclamation.num_in_flight,
             "effective_theta_f": self.reclamation.theta_f,
-            "relocation_disabled": float(self.relocation_disabled is not None),
+            "relocation_disabled": float(self.control.relocation_disabled is not None),
         }
 
     def snapshot(self) -> dict[str, Any]:

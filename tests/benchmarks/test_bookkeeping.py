@@ -17,7 +17,7 @@ from vtoken.integration.vllm.messages import StepMessage
 from vtoken.live_index import LiveIndex
 from vtoken.occupancy import BlockOccupancy
 from vtoken.policies.random import RandomPolicy
-from vtoken.reclamation import MAX_PLANS_PER_STEP
+from vtoken.reservations import MAX_PLANS_PER_STEP
 from vtoken.table_store import TableStore
 
 INTERVAL = Case(1, 1).interval
@@ -111,7 +111,7 @@ def test_a_plan_asks_the_pool_about_few_blocks() -> None:
         return shared(block_ids)
 
     simulation.pool.shared = counting  # type: ignore[method-assign]
-    simulation.layer.patch({"theta_f": 0.1})
+    simulation.layer.control.patch({"theta_f": 0.1})
     simulation.step()
     assert simulation.meter.operations["plans"] > 0
     assert max(asked) <= simulation.layer.config.max_source_blocks
@@ -120,7 +120,7 @@ def test_a_plan_asks_the_pool_about_few_blocks() -> None:
 def test_plans_of_one_step_are_bounded() -> None:
     """However many requests are wasteful, one step plans for some, and the next goes on."""
     simulation = Simulation(Case(MAX_PLANS_PER_STEP + 8, 1024))
-    simulation.layer.patch({"theta_f": 0.1})
+    simulation.layer.control.patch({"theta_f": 0.1})
     seen: set[str] = set()
     for _ in range(2):
         batch = simulation.step().relocation
@@ -187,7 +187,7 @@ def test_all_at_once_equals_one_by_one(policy: str, seed: int) -> None:
     together, alone = Simulation(Case(9, 160)), Simulation(Case(9, 160))
     one_by_one(alone)
     for simulation in (together, alone):
-        simulation.layer.patch({"policy": policy})
+        simulation.layer.control.patch({"policy": policy})
     rng = random.Random(seed)
     for _ in range(300):
         plan = {req_id: rng.choice((0, 1, 1, 1, 1, 2, 20)) for req_id in together.requests}
@@ -200,6 +200,6 @@ def test_all_at_once_equals_one_by_one(policy: str, seed: int) -> None:
         for name in ("live_tokens", "retained_blocks", "waste_ratio"):
             assert getattr(together.layer.occupancy, name) == getattr(alone.layer.occupancy, name)
         if rng.random() < 0.02:
-            together.layer.check_all()
+            together.layer.verification.check_all()
     assert state_of(together) == state_of(alone)
-    together.layer.check_all()
+    together.layer.verification.check_all()

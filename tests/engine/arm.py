@@ -150,7 +150,7 @@ class Arm:
             "finish_reasons": [outputs[i].outputs[0].finish_reason for i in ids],
             "classes": self._classes(),
             "mode": self.layer.config.mode if self.layer else "off",
-            "relocation_disabled": self.layer and self.layer.relocation_disabled,
+            "relocation_disabled": self.layer and self.layer.control.relocation_disabled,
             "receipts": [self._receipt((o or {}).get("vtoken_receipt")) for o in options],
         }
 

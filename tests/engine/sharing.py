@@ -166,24 +166,24 @@ class PlanWatch:
 
     def __init__(self, arm: Any) -> None:
         self._blocks = arm.scheduler.kv_cache_manager.block_pool.blocks
-        self._manager = None if arm.layer is None else arm.layer.reclamation
+        self._reservations = None if arm.layer is None else arm.layer.reclamation.reservations
         self.source_references: list[int] = []
 
     def __enter__(self) -> PlanWatch:
-        if self._manager is not None:
-            reserve = self._manager._reserve
+        if self._reservations is not None:
+            reserve = self._reservations._reserve
 
             def watched(kv: Any, choice: Any, *others: Any) -> Any:
                 sources = kv.blocks.ids[choice.indices].tolist()
                 self.source_references += [self._blocks[block].ref_cnt for block in sources]
                 return reserve(kv, choice, *others)
 
-            self._manager._reserve = watched
+            self._reservations._reserve = watched
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._manager is not None:
-            del self._manager._reserve
+        if self._reservations is not None:
+            del self._reservations._reserve
 
 
 def make_half_shared_prompts(options: SharingOptions) -> list[list[int]]:

@@ -88,7 +88,7 @@ def test_headroom_holds_a_waiting_request_back_counted_and_timed(
     assert [step(scheduler) for _ in range(3)] == [{"first"}] * 3
     assert counter(scheduler, "headroom_backpressure_total") == 3
     assert counter(scheduler, "headroom_backpressure_seconds_total") == 2.0  # between four looks
-    scheduler.layer.patch({"headroom_blocks": 0})
+    scheduler.layer.control.patch({"headroom_blocks": 0})
     assert step(scheduler) == {"first", "second"}
     assert counter(scheduler, "headroom_backpressure_total") == 3
     assert counter(scheduler, "headroom_backpressure_seconds_total") == 3.0
@@ -148,12 +148,12 @@ def test_refused_allocation_is_a_shortage_for_the_next_look() -> None:
     scheduler = make_scheduler(20)
     add(scheduler, "first", 9)
     step(scheduler)
-    assert not scheduler.layer.reclamation._is_short
+    assert not scheduler.layer.reclamation.reservations._is_short
     add(scheduler, "second", 14)
-    scheduler.layer.patch({"check_interval_steps": 1000})
+    scheduler.layer.control.patch({"check_interval_steps": 1000})
     step(scheduler)
     step(scheduler)
-    assert scheduler.layer.reclamation._is_short
+    assert scheduler.layer.reclamation.reservations._is_short
 
 
 @pytest.mark.parametrize("headroom", [0, 4])

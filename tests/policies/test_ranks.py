@@ -118,10 +118,10 @@ def test_broken_policy_costs_no_request_a_token(
     """All of its requests keep what they have, are due again, and are counted."""
     layer, pool = make_layer(policy="random", budget_tokens=199, evict_interval_tokens=4)
     requests = [make_request(layer, pool, name, num_tokens=64) for name in "a"]
-    layer.patch({"budget_tokens": 63})
+    layer.control.patch({"budget_tokens": 63})
     layer.evictor.documents.current.__dict__["policy"] = _Scripted(answer)
     layer.evict_due([Due(kv, 64) for kv in requests])
     assert [(kv.num_evicted, kv.next_evict_at) for kv in requests] == [(0, 68)]
     assert layer.stats.counter("policy_errors_total", "scripted") == len(requests)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    layer.check_all()
+    layer.verification.check_all()

@@ -274,7 +274,7 @@ def test_history_tells_who_when_and_what(door, engine):
 def test_history_is_bounded(door, engine):
     """The oldest is forgotten, and cannot be rolled back to."""
     for n in range(MAX_CHANGES + 5):
-        engine.layer.patch({"theta_f": (n % 9) / 10})
+        engine.layer.control.patch({"theta_f": (n % 9) / 10})
     found = history(door)
     assert len(found) == MAX_CHANGES
     assert [c["version"] for c in found[:2]] == [MAX_CHANGES + 6, MAX_CHANGES + 5]
@@ -343,7 +343,7 @@ def test_a_violation_is_in_the_history(door, engine):
     """The engine's own change has a line, and starting relocation again a warning."""
     kv = engine.run("a", 200)
     kv.blocks.num_live[0] += 1
-    engine.layer._holds("I2", lambda: engine.layer.check_all())
+    engine.layer.verification._holds("I2", lambda: engine.layer.verification.check_all())
     newest = history(door)[0]
     assert (newest["by"], newest["action"]) == ("vtoken", "safety")
     assert newest["changes"] == {"mode": {"from": "lazy", "to": "naive"}}

@@ -37,7 +37,8 @@ def make_snapshot(evicted: int, policy: str = "streaming_llm") -> dict[str, Any]
     """As the engine replies."""
     stats = VTokenStats()
     stats.inc("evicted_tokens_total", evicted, policy)
-    stats.observe_many("request_retained_blocks", [1, 5])
+    for num_blocks in (1, 5):
+        stats.observe("request_retained_blocks", num_blocks)
     config = {**VTokenConfig().to_dict(), "policy": policy}
     snapshot = {"stats": stats.snapshot(), "config": config, "policy_version": 1}
     return dict(json.loads(json.dumps(snapshot)))

@@ -74,7 +74,7 @@ class Backpressure:
 
     def make_room(self, request: Any) -> bool:
         """Pack the most wasteful request at once, for a running request only."""
-        self._layer.reclamation.note_shortage()
+        self._layer.reclamation.reservations.note_shortage()
         return is_running(request) and self._layer.reclaim_now(self._granted)
 
     def granted(self, request: Any) -> None:

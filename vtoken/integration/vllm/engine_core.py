@@ -82,7 +82,7 @@ def _set_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
 
 def _rollback_policy(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
     """Back to the values of ``version`` (default: the one before), and what _change takes."""
-    wanted = scheduler.layer.history.find(payload.get("version"))
+    wanted = scheduler.layer.control.history.find(payload.get("version"))
     info = _info(payload, "rollback", rolled_back_to=wanted.version)
     return _change(scheduler, payload, wanted.config, info)
 
@@ -110,11 +110,13 @@ def _change(
             f"policy is at version {layer.policy_version}, the change expects {expected}"
         )
     if payload.get("dry_run"):
-        found = layer.preview(config, info)
+        found = layer.control.preview(config, info)
         return {**_get_policy(scheduler, {}), "document": _live_fields(config), **found}
-    found = {"changes": diff(layer.config, config), "warnings": layer.warnings(config, info)}
-    layer.change(config, info, payload.get("next_version"))
-    layer.release_documents({generation_of(request) for request in scheduler.requests.values()})
+    warnings = layer.control.warnings(config, info)
+    found = {"changes": diff(layer.config, config), "warnings": warnings}
+    layer.control.change(config, info, payload.get("next_version"))
+    generations = {generation_of(request) for request in scheduler.requests.values()}
+    layer.control.release_documents(generations)
     return {**_get_policy(scheduler, {}), **found}
 
 
@@ -122,7 +124,7 @@ def _policy_history(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payloa
     layer = scheduler.layer
     return {
         "version": layer.policy_version,
-        "history": [change.to_dict() for change in layer.history],
+        "history": [change.to_dict() for change in layer.control.history],
         "max_changes": MAX_CHANGES,
     }
 
@@ -135,7 +137,7 @@ def _state(scheduler: VTokenSchedulerMixin, payload: Payload) -> Payload:
         "pool": layer.pool_state(),
         "requests": [_request_state(scheduler, req_id) for req_id in layer.requests],
         "relocations": list(scheduler.recent_relocations),
-        "relocation_disabled": layer.relocation_disabled,
+        "relocation_disabled": layer.control.relocation_disabled,
         "skips": {labels[0]: value for labels, value in skips},
         "engine": {"running": num_running, "waiting": num_waiting, "steps": scheduler.num_steps},
     }

@@ -26,6 +26,6 @@ def vtoken_pulse(engine_core: Any) -> dict[str, Any]:
     if isinstance(scheduler, VTokenSchedulerMixin):
         layer = scheduler.layer
         pulse["steps"] = scheduler.num_steps
-        pulse["relocation_disabled"] = layer.relocation_disabled
+        pulse["relocation_disabled"] = layer.control.relocation_disabled
         pulse["failed_relocations"] = layer.stats.counter("relocations_total", "failed")
     return pulse

@@ -99,7 +99,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
         message = step_message(self.layer, self.requests, scheduled, self._admit)
         setattr(output, ATTRIBUTE, message)
         if message.report_rows:
-            setattr(output, _EXPECTED_ROWS, self.layer.live_slots(scheduled))
+            setattr(output, _EXPECTED_ROWS, self.layer.verification.live_slots(scheduled))
         if output.total_num_scheduled_tokens:
             self.num_steps += 1
         self.backpressure.step_decided()
@@ -113,7 +113,8 @@ class VTokenSchedulerMixin(SchedulerHooks):
         start = time.perf_counter()
         report = getattr(model_runner_output, ATTRIBUTE, StepReport())
         for req_id, row in report.rows.items():
-            self.layer.check_row(req_id, getattr(scheduler_output, _EXPECTED_ROWS)[req_id], row)
+            expected = getattr(scheduler_output, _EXPECTED_ROWS)[req_id]
+            self.layer.verification.check_row(req_id, expected, row)
         lost = self._settle(report)
         if lost:
             logger.error("relocation lost the K/V of requests %s: they end with an error", lost)
@@ -133,7 +134,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
             report,
         )
         if self.layer.config.verify == "full":
-            self.layer.check_all()
+            self.layer.verification.check_all()
         spent = self._overhead_seconds + (middle - start) + (time.perf_counter() - resumed)
         self.layer.stats.observe("scheduler_overhead_seconds", spent)
         return result
@@ -166,7 +167,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
             stats.observe("worker_overhead_seconds", report.worker_seconds)
         damaged: dict[int, set[str]] = {}
         for digest in report.verified:
-            if not self.layer.check_conservation(
+            if not self.layer.verification.check_conservation(
                 digest.req_id, digest.num_tokens, digest.digest_before, digest.digest_after
             ):
                 damaged.setdefault(digest.ticket, set()).add(digest.req_id)

@@ -44,8 +44,8 @@ def step_message(
         num_scheduled: tokens of this step per request.
         admit: starts to track a request that is not tracked yet.
     """
-    if num_scheduled.keys() - layer.requests.keys():
-        for req_id in num_scheduled:  # in this order, not in that of a set
+    if not layer.roster.tracks(num_scheduled):
+        for req_id in num_scheduled:
             if req_id not in layer.requests:
                 admit(requests[req_id])
     lengths = [requests[req_id].num_computed_tokens for req_id in num_scheduled]
@@ -93,7 +93,7 @@ def relocation_batch(
     layer: TokenLayer, plans: list[RelocationPlan], *, whole_rows: bool = True
 ) -> RelocationBatch:
     """All plans of one ticket, flattened; without ``whole_rows`` only moved tokens are hashed."""
-    verify = layer.verifies(plans[0].ticket)
+    verify = layer.verification.covers(plans[0].ticket)
     return RelocationBatch(
         ticket=plans[0].ticket,
         req_ids=tuple(plan.req_id for plan in plans),
@@ -130,7 +130,8 @@ def evict_due(
         # Under async scheduling the newest tokens are still being computed.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         due.append(Due(kv, computed, _signals(kv.req_id, message, report)))
-    layer.evict_due(due)
+    if due:
+        layer.evict_due(due)
 
 
 def _signals(req_id: str, message: StepMessage, report: StepReport) -> RequestSignals | None:
