@@ -16,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from service.errors import UsageError
 from service.flags import add_flags, flag_values
-from service.settings import load_config
+from service.settings.token_layer import load_config
 from vtoken.config import VTokenConfig
 
 EMBEDDED_DEFAULTS: Mapping[str, Any] = {

@@ -18,14 +18,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from service.errors import UsageError
 from service.flags import describe_flags, parse_early, use_flags
-from service.settings import (
-    load_config,
-    load_service_settings,
-    log_environment,
-    log_level,
-    unknown_settings,
-    vllm_environment,
-)
+from service.settings.http_process import load_service_settings
+from service.settings.token_layer import load_config
+from service.settings.unknown import unknown_settings
+from service.settings.vllm_variables import log_environment, log_level, vllm_environment
 from service.start_folder import start_folder
 from vtoken.errors import ConfigError, VTokenError
 

@@ -16,7 +16,7 @@ import httpx
 
 from service.auth_keys import KeySources
 from service.errors import UsageError
-from service.settings import load_client_settings
+from service.settings.client import load_client_settings
 from vtoken.errors import VTokenError
 
 DEFAULT_URL = "http://127.0.0.1:8000"

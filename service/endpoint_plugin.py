@@ -36,7 +36,8 @@ from service.operations import Operations
 from service.poller import MetricsPoller
 from service.ready import announce_when_ready, wait_until_started
 from service.request_control import RequestControl
-from service.settings import ServiceSettings, load_service_settings, vllm_api_keys
+from service.settings.http_process import ServiceSettings, load_service_settings
+from service.settings.vllm_variables import vllm_api_keys
 from service.shared import Shared, shared_of
 from vtoken.config import VTokenConfig
 

@@ -20,8 +20,9 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from service.errors import UsageError
-from service.setting_layers import ENV_PREFIX
-from service.settings import FIELD_NAMES, ServiceSettings, is_list, is_object, is_secret
+from service.settings.http_process import ServiceSettings, is_secret
+from service.settings.layers import ENV_PREFIX
+from service.settings.token_layer import FIELD_NAMES, is_list, is_object
 from vtoken.config import VTokenConfig
 
 CONFIG_FLAG = "--vtoken-config"

@@ -24,7 +24,7 @@ from service.limits import LimitRules, Limits
 from service.open_requests import LocalOpenRequests, OpenRequests
 from service.pulse import PulseWatch
 from service.refusals import Refusals
-from service.settings import ServiceSettings
+from service.settings.http_process import ServiceSettings
 from service.shared import shared_of
 
 HURRY_SECONDS = 3

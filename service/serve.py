@@ -21,7 +21,7 @@ from vllm.logger import configure_logging_from_args
 from service import arguments, server, supervisor
 from service.embedded_model import ensure_embedded_model
 from service.errors import StartError
-from service.settings import trace_endpoint
+from service.settings.vllm_variables import trace_endpoint
 from service.start_folder import StartFolder
 from service.start_progress import StartProgress
 

@@ -32,7 +32,7 @@ from vllm.utils.system_utils import decorate_logs
 from service.drain import Drain
 from service.embedded_model import ensure_embedded_model
 from service.errors import StartError, UsageError
-from service.settings import load_service_settings
+from service.settings.http_process import load_service_settings
 from service.start_progress import StartProgress
 from service.start_server import StartServer
 

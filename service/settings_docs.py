@@ -15,15 +15,11 @@ from pydantic.fields import FieldInfo
 
 from service import generated_docs
 from service.flags import field_docs, flag_name
-from service.setting_layers import ENV_PREFIX
-from service.settings import (
-    OTHER_VARIABLES,
-    ClientSettings,
-    ServiceSettings,
-    is_list,
-    is_object,
-    is_secret,
-)
+from service.settings.client import ClientSettings
+from service.settings.http_process import ServiceSettings, is_secret
+from service.settings.layers import ENV_PREFIX
+from service.settings.token_layer import is_list, is_object
+from service.settings.unknown import OTHER_VARIABLES
 from vtoken.config import LIVE_FIELDS, VTokenConfig
 
 HEAD = """\

@@ -34,7 +34,7 @@ from service.endpoint_plugin import config_of, in_words
 from service.errors import StartError
 from service.operations import HURRY_SECONDS
 from service.ready import port_of, ready_text
-from service.settings import load_service_settings
+from service.settings.http_process import load_service_settings
 from service.shared import Shared, make_shared
 from service.start_folder import StartFolder
 from vtoken.integration.vllm.compat.api_processes import SUPERVISOR, set_api_process

@@ -18,7 +18,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from service.flags import field_docs
-from service.settings import is_list, is_object
+from service.settings.token_layer import is_list, is_object
 from vtoken.config import LIVE_FIELDS, VTokenConfig
 
 CONTENT_SECURITY_POLICY = "; ".join(

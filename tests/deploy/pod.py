@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.embedded_model import default_cache_dir
+from service.settings.environment import default_cache_dir
 from tests.deploy import dockerfile
 from tests.deploy.helm import Object, container, find
 from tests.deploy.tools import ROOT

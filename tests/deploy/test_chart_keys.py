@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.settings import ServiceSettings, load_service_settings
+from service.settings.http_process import ServiceSettings, load_service_settings
 from tests.deploy.helm import CHART, Helm, container, find
 from tests.deploy.matrix import KEYS, NAMED_KEYS
 

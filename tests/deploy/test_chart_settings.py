@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from service.settings import ServiceSettings, load_config, load_service_settings
+from service.settings.http_process import ServiceSettings, load_service_settings
+from service.settings.token_layer import load_config
 from tests.deploy.helm import CHART, Helm, HelmError, container, find
 from vtoken.config import VTokenConfig, field_hints
 from vtoken.errors import ConfigError

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from service.embedded_model import default_cache_dir
+from service.settings.environment import default_cache_dir
 
 VOCABULARY = 1024
 HIDDEN_SIZE = 128

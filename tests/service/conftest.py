@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,3 +160,15 @@ def door(engine: FakeEngine) -> Door:
 def make() -> SimpleNamespace:
     """The builders, for tests that need another engine or door than the usual."""
     return SimpleNamespace(engine=FakeEngine, door=Door, link=make_link, key=ADMIN_KEY)
+
+
+@pytest.fixture
+def settings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Writes a settings file and names it in the environment."""
+
+    def write(text: str, name: str = "settings.yaml") -> None:
+        path = tmp_path / name
+        path.write_text(text)
+        monkeypatch.setenv("VTOKEN_CONFIG_FILE", str(path))
+
+    return write

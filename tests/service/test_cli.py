@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from service import cli
-from service.settings import FIELD_NAMES
+from service.settings.token_layer import FIELD_NAMES
 from vtoken.errors import UnsupportedError
 
 

@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 
 from service import cli, cli_config
-from service.settings import FIELD_NAMES, ServiceSettings
+from service.settings.http_process import ServiceSettings
+from service.settings.token_layer import FIELD_NAMES
 
 
 def check(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

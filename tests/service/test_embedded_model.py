@@ -20,7 +20,6 @@ from service.embedded_model import (
     MANIFEST_NAME,
     MODEL_NAME,
     EmbeddedModelError,
-    default_cache_dir,
     ensure_embedded_model,
     find_gguf,
     is_intact,
@@ -316,18 +315,6 @@ def test_cache_that_is_a_file_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(EmbeddedModelError, match=r"cannot be kept in .*VTOKEN_CACHE_DIR"):
         ensure(tmp_path / "file")
-
-
-def test_cache_folder_follows_the_environment(monkeypatch):
-    """Own variable first, then XDG's, then the home folder."""
-    monkeypatch.setenv("VTOKEN_CACHE_DIR", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert default_cache_dir() == Path("/a")
-    monkeypatch.delenv("VTOKEN_CACHE_DIR")
-    assert default_cache_dir() == Path("/b/vtoken-serve")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/x")
-    assert default_cache_dir() == Path("/home/x/.cache/vtoken-serve")
 
 
 def test_command_prints_the_path_alone(model):

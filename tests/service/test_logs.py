@@ -14,7 +14,7 @@ import pytest
 from service import request_ids
 from service.logs import ConsoleFormatter, JsonFormatter, log_config
 from service.request_ids import RequestRecord
-from service.settings import log_environment, log_level
+from service.settings.vllm_variables import log_environment, log_level
 from service.start_folder import start_folder
 
 

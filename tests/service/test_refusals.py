@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.refusals import REASONS, Refusals
-from service.settings import ServiceSettings
+from service.settings.http_process import ServiceSettings
 
 
 def test_every_reason_is_there_from_the_start() -> None:

@@ -15,7 +15,7 @@ from vllm.entrypoints.launchers.app import build_app
 from service import arguments
 from service.endpoint_plugin import make_plugin
 from service.routes import ROUTES, TABLE, Access, access_of, route_path
-from service.settings import vllm_environment
+from service.settings.vllm_variables import vllm_environment
 from vtoken.errors import ConfigError
 
 METHODS = ("get", "post", "put", "patch", "delete", "websocket", "add_api_route", "api_route")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from service import settings_docs
-from service.settings import FIELD_NAMES, ClientSettings, ServiceSettings, is_secret
+from service.settings.client import ClientSettings
+from service.settings.http_process import ServiceSettings, is_secret
+from service.settings.token_layer import FIELD_NAMES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from service import tracing
 from service.errors import EngineGoneError
 from service.request_ids import RequestRecord
-from service.settings import trace_endpoint, vllm_environment
+from service.settings.vllm_variables import trace_endpoint, vllm_environment
 
 PARENT = (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
 WORK = {"evictions": 2, "relocations": 1, "stall_seconds": 0.5}

@@ -1,0 +1,49 @@
+"""What vLLM finds in its environment; what the user set is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.settings.vllm_variables import vllm_environment
+from vtoken.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ("a,b", "a,b,vtoken,vtoken_http"),
+        ("vtoken", "vtoken,vtoken_http"),
+        ("", "vtoken,vtoken_http"),
+    ],
+)
+def test_plugin_list_is_merged_with_the_users(monkeypatch, theirs, expected):
+    """vLLM's list gates every plugin: ours are added, the user's are kept."""
+    monkeypatch.setenv("VLLM_PLUGINS", theirs)
+    assert vllm_environment()["VLLM_PLUGINS"] == expected
+
+
+def test_idle_connections_outlast_the_clients_idea_of_them(monkeypatch):
+    """The server that closes first resets requests that are on their way; the user may say so."""
+    name = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+    monkeypatch.delenv(name, raising=False)
+    assert int(vllm_environment()[name]) > 60
+    monkeypatch.setenv(name, "7")
+    assert vllm_environment()[name] == "7"
+
+
+def test_without_a_plugin_list_other_plugins_stay(monkeypatch):
+    """Those that vLLM would load by default are named too."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    names = vllm_environment()["VLLM_PLUGINS"].split(",")
+    assert {"vtoken", "vtoken_http", "lora_filesystem_resolver"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("PROMETHEUS_MULTIPROC_DIR", "/x"), ("VLLM_USE_V2_MODEL_RUNNER", "1")]
+)
+def test_environment_that_cannot_be_served_is_refused(monkeypatch, variable, value):
+    """Rather than serving with wrong metrics or without evictions."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=variable):
+        vllm_environment()
