@@ -9,7 +9,7 @@ chunks of one eviction interval, with an eviction after the prefill and after ev
     python -m benchmarks.policy_quality --repeats 6 --out docs/evaluation/policy_quality.json
 
 A run that was ended early goes on where it stopped with ``--resume`` and otherwise the same
-arguments.
+arguments. ``--update --policies random`` measures one policy again and leaves the others.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="cases per task and text source")
     parser.add_argument("--cases", type=int, help="only the first so many, in shuffled order")
     parser.add_argument("--resume", action="store_true", help="add to what --out holds already")
+    parser.add_argument("--update", action="store_true", help="keep other policies' rows of --out")
     parser.add_argument("--layers", default="", help="sampled layers; default as the engine")
     parser.add_argument("--interval", type=int, default=8, help="score_interval_steps")
     parser.add_argument("--threads", type=int, default=0, help="of torch; default: its own")
@@ -277,7 +278,10 @@ def main() -> None:
     arms = list(make_arms(args.policies.split(","), score_interval_steps=args.interval))
     settings = {"layers": model.layers, "score_interval_steps": args.interval}
     results = Losses(args.out, "policy")
-    done = results.resume(settings) if args.resume else 0
+    done = results.resume(settings) if args.resume or args.update else 0
+    if args.update:
+        results.drop({policy for policy, _, _ in arms})
+        done = 0
     measure(model, cases[done : args.cases], arms, results, settings)
 
 

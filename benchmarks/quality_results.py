@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ class Losses:
             self._sums[task, arm, ratio] = row["case_nll"]
             self._num_tokens[task, arm, ratio] = row["case_tokens"]
         return sum(len(n) for (_, arm, _), n in self._sums.items() if arm == "none")
+
+    def drop(self, arms: Collection[str]) -> None:
+        """Forget what was measured of these arms."""
+        for losses in (self._sums, self._num_tokens):
+            for key in [key for key in losses if key[1] in arms]:
+                del losses[key]
 
     def _row(self, key: Key) -> dict[str, Any]:
         """The mean per token, and per case, in order: sum of losses and scored tokens."""

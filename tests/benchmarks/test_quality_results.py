@@ -31,3 +31,17 @@ def test_other_settings_are_not_mixed_in(tmp_path):
     losses.write({"layers": [0]})
     with pytest.raises(ValueError, match="layers"):
         losses.resume({"layers": [1]})
+
+
+def test_one_arm_is_measured_again_and_the_others_stay(tmp_path):
+    """Its rows are dropped, whatever their task and ratio."""
+    path = tmp_path / "results.json"
+    losses = Losses(path, "policy")
+    for ratio in (0.5, 0.25):
+        losses.add(("copy", "random", ratio), [1.0])
+    losses.add(KEY, [2.0])
+    losses.drop({"random"})
+    losses.add(("copy", "random", 0.5), [3.0])
+    losses.write({})
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["policy"], row["nll"]) for row in rows] == [("none", 2.0), ("random", 3.0)]
