@@ -2,6 +2,10 @@
 
 Readiness, liveness and the estimate of the queue are judged by what is kept here. A question that
 is not answered stays open: no second one is asked meanwhile, so a hung engine collects none.
+
+Not one question with that of ``poller.py``, although both come about once a second: this one is
+asked in every mode and by every API process, at an interval that no setting changes and without a
+time limit; the statistics are asked by one process, as often as ``metrics_poll_seconds`` says.
 """
 
 from __future__ import annotations
