@@ -15,7 +15,7 @@ from loadtest.drive import closed_loop, open_loop
 from loadtest.fleet import Arm, Fleet
 from loadtest.latency import Answer
 from loadtest.outcome import Outcome
-from loadtest.probe import Metrics, Sample, Sampler
+from loadtest.probe import POLL_SECONDS, Metrics, Sample, Sampler
 from loadtest.workloads import Job, Lengths
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Bench:
         fleet: the services.
         repeats: of each arm, or 0: as the scenario's size says.
         size: ``full``, ``quick`` or ``smoke``.
+        poll_seconds: between two looks at the engine.
         overrides: fields of the scenario's size that were given on the command line.
         model: name of the folder that is served; empty for the embedded model.
         notes: sentences for the report; scenarios add to them.
@@ -90,7 +91,7 @@ class Bench:
     fleet: Fleet
     repeats: int = 0
     size: str = "full"
-    poll_seconds: float = 0.2
+    poll_seconds: float = POLL_SECONDS
     overrides: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
     notes: list[str] = field(default_factory=list)

@@ -19,6 +19,7 @@ from loadtest.bench import Bench
 from loadtest.client import ServiceError
 from loadtest.fleet import Fleet
 from loadtest.machine import load_average
+from loadtest.probe import POLL_SECONDS
 from loadtest.server import StartError
 
 DEFAULT_OUT = Path("loadtest-results")
@@ -42,6 +43,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME=JSON",
         help="another value in the scenario's size, as in --set 'lengths=[8, 512, 64]'",
     )
+    parser.add_argument(
+        "--poll-seconds",
+        type=float,
+        default=POLL_SECONDS,
+        help="between two looks at the engine; shorter for a model whose steps are short",
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the results")
     parser.add_argument("--model", default="", help="folder or name; default: the embedded model")
     parser.add_argument(
@@ -61,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.repeats < 0:
         parser.error("--repeats must be at least 1")
+    if arguments.poll_seconds <= 0:
+        parser.error("--poll-seconds must be above 0")
     try:
         arguments.set = parse_overrides(arguments.set)
     except ValueError as error:
@@ -128,7 +137,14 @@ def _end_on_sigterm() -> None:
 def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:
     """A bench for one scenario."""
     name = Path(arguments.model).name
-    bench = Bench(fleet, arguments.repeats, size, overrides=arguments.set, model=name)
+    bench = Bench(
+        fleet,
+        arguments.repeats,
+        size,
+        poll_seconds=arguments.poll_seconds,
+        overrides=arguments.set,
+        model=name,
+    )
     if arguments.share_modes:
         bench.notes.append("naive and lazy took turns on one service (--share-modes).")
     return bench
@@ -178,4 +194,5 @@ def command_of(name: str, bench: Bench) -> str:
     options += [f"--set '{key}={json.dumps(value)}'" for key, value in bench.overrides.items()]
     options += [f"--model {bench.model}"] if bench.model else []
     options += ["--share-modes"] if bench.fleet.share_modes and bench.size != "smoke" else []
+    options += [f"--poll-seconds {bench.poll_seconds:g}"] * (bench.poll_seconds != POLL_SECONDS)
     return " ".join([PROGRAM, name, *options])

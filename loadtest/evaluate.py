@@ -1,8 +1,9 @@
 """The whole evaluation, or its headline: ``python -m loadtest.evaluate [--quick]``.
 
 ``--quick``, made for ten minutes on a quiet machine with two cores, measures what the paper is
-about: blocks held with and without repacking, and how many requests fit into a tight pool. Without
-it, every scenario runs at full size: a night.
+about: blocks held with and without repacking, and how many requests run at once in a tight pool,
+with page-wise eviction beside both. ``naive`` and ``lazy`` take turns on one service, since counts
+of blocks and steps do not mind. Without it, every scenario runs at full size: a night.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options += ["--repeats", str(arguments.repeats)]
     for flag in ("quick", "smoke"):
         options += [f"--{flag}"] if getattr(arguments, flag) else []
+    options += ["--share-modes"] if arguments.quick else []
     exit_code = cli.main([*names, *options])
     found = [arguments.out / f"{name}.json" for name in names]
     results = [json.loads(path.read_text()) for path in found if path.exists()]

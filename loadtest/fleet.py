@@ -19,7 +19,7 @@ from typing import Any
 from loadtest.client import Client
 from loadtest.server import METRICS_POLL_SECONDS, Server, flag_list
 
-MAX_SERVICES = 3
+MAX_SERVICES = 4
 """Services kept at once; asking for another ends the one that was not used for longest."""
 
 BLOCK_SIZE = 16
@@ -46,11 +46,13 @@ class Engine:
         num_blocks: KV blocks of ``block_size`` tokens; the pool must hold ``max-model-len``.
         block_size: tokens per block (in mode ``off`` at least :data:`STOCK_BLOCK_SIZE`).
         flags: of ``vllm serve``, over the defaults of a load test.
+        python_path: folder in which the service's processes look for modules and plugins first.
     """
 
     num_blocks: int = 1200
     block_size: int = BLOCK_SIZE
     flags: Mapping[str, str | bool] = field(default_factory=dict)
+    python_path: str = ""
 
     def arguments(self, mode: str) -> list[str]:
         """Command line of the service."""
@@ -162,7 +164,8 @@ class Fleet:
 
     def _key(self, arm: Arm) -> str:
         mode = "on" if self.share_modes and not arm.is_off else arm.mode
-        return "" if self._url else json.dumps([mode, arm.engine.arguments(mode)])
+        own = [mode, arm.engine.arguments(mode), arm.engine.python_path]
+        return "" if self._url else json.dumps(own)
 
     async def _start(self, arm: Arm) -> _Service:
         if self._url:
@@ -174,7 +177,12 @@ class Fleet:
         name = re.sub(r"\W+", "-", arm.name)
         log = self._folder / f"service-{self.num_started:02}-{name}.log"
         model = [self._model] if self._model else []
-        server = Server([*model, *arm.engine.arguments(arm.mode)], log, self._environment)
+        server = Server(
+            [*model, *arm.engine.arguments(arm.mode)],
+            log,
+            self._environment,
+            arm.engine.python_path,
+        )
         try:
             url = await asyncio.to_thread(server.wait_ready)  # a signal may come meanwhile
             client = Client(url, admin_key=server.admin_key)

@@ -57,10 +57,15 @@ class Server:
         arguments: everything after ``vtoken-serve serve``.
         log: file for its output.
         environment: variables besides the present ones.
+        python_path: folder put before the present ``PYTHONPATH``.
     """
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        python_path: str = "",
     ) -> None:
         self.admin_key = secrets.token_hex(16)
         self._log = log
@@ -71,6 +76,9 @@ class Server:
             "VTOKEN_ENGINE_TIMEOUT_SECONDS": str(ENGINE_TIMEOUT_SECONDS),
             **(environment or {}),
         }
+        if python_path:
+            folders = [python_path, variables.get("PYTHONPATH", "")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [console_command(), "serve", "--port", "0", *arguments],

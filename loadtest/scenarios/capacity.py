@@ -88,8 +88,10 @@ def use_of_memory(run: Run, block_size: int = BLOCK_SIZE) -> dict[str, float]:
 
 def work(run: Run) -> dict[str, float]:
     """What the engine did for the whole load, in counts that depend on no clock."""
+    steps = run.gained(STEPS)
     counts = {
-        "steps": run.gained(STEPS),
+        "steps": steps,
+        "output_tokens_per_step": sum(a.num_output_tokens for a in run.answers) / max(1, steps),
         "preemptions": run.gained("vllm:num_preemptions_total"),
     }
     if run.is_off:

@@ -25,6 +25,7 @@ MAX_WAITING_RATIO = 0.1
 PAPER = "native and naive up to 5, vToken up to 8 requests (5 427 blocks); 11 → 22 (11 519 blocks)"
 PLOTS = (
     {"metric": "running", "title": "Requests running while others wait", "x": "blocks in the pool"},
+    {"metric": "output_tokens_per_step", "title": "Output tokens per step", "x": "blocks"},
     {"metric": "highest_feasible", "title": "Highest feasible number of clients", "x": "blocks"},
 )
 
@@ -49,13 +50,13 @@ class Size:
 SIZES = {
     "full": Size(
         policies=("random", "h2o"),
-        pools=(600, 400, 300, 200),
-        saturated=Lengths(24, 600, 160),
+        pools=(1250, 425, 300, 200),
+        saturated=Lengths(28, 600, 160),
         budget_tokens=256,
-        concurrencies=(2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20),
+        concurrencies=(3, 4, 5, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22),
         repeats=5,
         sweep_repeats=3,
-        sweep_pools=(200, 400),
+        sweep_pools=(200, 425),
     ),
     "quick": Size(
         policies=("random",),
@@ -65,8 +66,8 @@ SIZES = {
         concurrencies=(3, 4, 6, 8, 10),
         repeats=3,
         sweep_repeats=1,
-        sweep_pools=(200,),
-        rivals=(),
+        sweep_pools=(),
+        rivals=("paged_eviction",),
     ),
     "smoke": Size(
         policies=("random",),
@@ -114,7 +115,12 @@ async def run(bench: Bench) -> Outcome:
         for policy in size.policies:
             ours = f"{policy}/lazy@{num_blocks}"
             for theirs in (f"{policy}/naive", "native", "paged_eviction", "zipage"):
-                metrics = ("running", "steps", "blocks_per_running_request")
+                metrics = (
+                    "running",
+                    "steps",
+                    "output_tokens_per_step",
+                    "blocks_per_running_request",
+                )
                 outcome.compare(ours, f"{theirs}@{num_blocks}", metrics)
         await bench.fleet.release()
     outcome.not_measured.append("Outputs of thousands of tokens, as in the paper.")

@@ -2,7 +2,8 @@
 
 Arms: ``stock`` (mode off), ``indirection`` (naive, policy none: the live-slot path and nothing
 else), and half of the tokens evicted without and with repacking. ``+hog``: two processes that do
-nothing but compute run beside the service, as a co-located workload would.
+nothing but compute run beside the service, as a co-located workload would. *Synchronous*: the step
+waits for each batch of copies, by a plugin of vLLM that comes with the repository.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from loadtest.bench import Bench, Load, Run, abba
@@ -23,6 +25,8 @@ from loadtest.scenarios.capacity import RECLAIM_EAGERLY, speed, work
 from loadtest.scenarios.inputs import SYNTHETIC, make_jobs, sources
 from loadtest.workloads import Lengths
 
+SYNCHRONOUS_COPIES = Path(__file__).resolve().parents[2] / "benchmarks" / "synchronous_copies"
+LAZY, SYNCHRONOUS = "lazy, half kept", "lazy, half kept, synchronous"
 STALL = "vtoken_relocation_stall_seconds"
 PARTS = ("scheduler_overhead", "worker_overhead", "relocation_copy", "relocation_stall")
 PAPER = "indirection alone below 1 % at 16 and 48 requests (H100)"
@@ -39,25 +43,36 @@ class Size:
     repeats: int
     hog_contexts: tuple[int, ...]
     num_blocks: int = 1200
+    with_synchronous: bool = False
 
 
 SIZES = {
-    "full": Size((256, 512, 1024, 1500), 8, 128, 10, (512,)),
+    "full": Size((256, 512, 1024, 1500), 8, 128, 10, (512,), with_synchronous=True),
     "quick": Size((512,), 8, 64, 4, ()),
     "smoke": Size((96,), 2, 24, 1, ()),
 }
 
 
 def make_arms(size: Size) -> dict[str, Arm]:
-    """The four configurations."""
+    """The configurations.
+
+    Raises:
+        RuntimeError: synchronous copies are wanted, but this is no repository.
+    """
     half: dict[str, Any] = {"policy": "random", "keep_ratio": 0.5, **RECLAIM_EAGERLY}
     engine = Engine(num_blocks=size.num_blocks)
-    return {
+    arms = {
         "stock": Arm("stock", "off", {}, engine),
         "indirection": Arm("indirection", "naive", {"policy": "none"}, engine),
         "naive, half kept": Arm("naive, half kept", "naive", half, engine),
-        "lazy, half kept": Arm("lazy, half kept", "lazy", half, engine),
+        LAZY: Arm(LAZY, "lazy", half, engine),
     }
+    if size.with_synchronous:
+        if not SYNCHRONOUS_COPIES.exists():
+            raise RuntimeError("the plugin for synchronous copies comes with the repository only")
+        own = replace(engine, python_path=str(SYNCHRONOUS_COPIES))
+        arms[SYNCHRONOUS] = Arm(SYNCHRONOUS, "lazy", half, own)
+    return arms
 
 
 async def run(bench: Bench) -> Outcome:
@@ -89,10 +104,12 @@ async def _measure(
         if repeat >= 0:
             outcome.add(name + suffix, {**speed(result), **work(result), **_layer(result)})
             _add_stalls(outcome.details["stalls"], name + suffix, result)
+    metrics = ("mean_tpot_ms", "mean_itl_ms", "output_throughput")
     for name in arms:
         if name != "stock":
-            metrics = ("mean_tpot_ms", "mean_itl_ms", "output_throughput")
             outcome.compare(name + suffix, f"stock{suffix}", metrics)
+    if SYNCHRONOUS in arms:
+        outcome.compare(LAZY + suffix, SYNCHRONOUS + suffix, metrics)
 
 
 @contextlib.contextmanager
@@ -138,6 +155,7 @@ def _describe(size: Size, repeats: int) -> dict[str, Any]:
         "prompt_tokens": list(size.contexts),
         "output_tokens": size.num_output_tokens,
         "with_hog": list(size.hog_contexts),
+        "with_synchronous": size.with_synchronous,
         "repeats": repeats,
         "engine": Engine(num_blocks=size.num_blocks).arguments("lazy"),
         "stock": "block size 32, the smallest that vLLM's CPU attention takes",

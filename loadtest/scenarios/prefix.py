@@ -30,7 +30,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 ENGINE = Engine(flags={"enable-prefix-caching": True})
-SMOKE_ENGINE = Engine(flags={"enable-prefix-caching": True, "max-num-batched-tokens": "128"})
+SMOKE_ENGINE = Engine(flags={"enable-prefix-caching": True, "max-num-batched-tokens": "256"})
 """Shared with the quality scenario in smoke runs."""
 
 

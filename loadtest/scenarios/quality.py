@@ -3,14 +3,16 @@
 *Identity*: the same generations in ``naive`` and ``lazy``, one at a time so that batches are equal;
 tokens and logprobs must be equal to the last bit.
 
-*Damage*: each policy against full attention (policy ``none``) on the same service. Texts are
-teacher-forced as prompts that are computed in chunks, with an eviction after each chunk; the
-distributions of later chunks are compared. Then verbatim copying, looking up a value, a fact
-hidden in a document, and a free continuation.
+*Damage*: each policy against full attention (policy ``none``) on the same service. A context is
+computed, cut to the keep ratio, and what follows is teacher-forced: running text; or a list that is
+copied, values that are looked up, facts that were hidden. The text's context is also continued
+freely, with evictions as it grows.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import Any
 
 from loadtest.bench import Bench
@@ -18,14 +20,18 @@ from loadtest.fleet import Arm
 from loadtest.outcome import Outcome
 from loadtest.scenarios.capacity import RECLAIM_EAGERLY
 from loadtest.scenarios.inputs import long_text, make_jobs, sources
-from loadtest.scenarios.quality_parts import SIZES, Damage, Size
+from loadtest.scenarios.quality_parts import EXACT_FROM, FULL, SIZES, Size, Told, ask, distances
+from loadtest.scenarios.quality_tasks import make_cases
 from loadtest.workloads import Job, Lengths
 
 PAPER = "ROUGE-L of vToken and naive differs by −0.0016 in the mean over 144 generations"
 PLOTS = (
     {"metric": "kl_top20", "title": "KL from full attention, nats", "x": "keep ratio"},
-    {"metric": "copy_match", "title": "Verbatim copy, share of tokens", "x": "keep ratio"},
+    {"metric": "copy_nll_above_full", "title": "Verbatim copy, nats lost", "x": "keep ratio"},
+    {"metric": "lookup_nll_above_full", "title": "Lookup, nats lost", "x": "keep ratio"},
 )
+
+logger = logging.getLogger(__name__)
 
 
 async def run(bench: Bench) -> Outcome:
@@ -35,7 +41,8 @@ async def run(bench: Bench) -> Outcome:
     for policy in size.identity_policies:
         await _identity(bench, size, outcome, policy)
     await bench.fleet.release()
-    await _damage(bench, size, outcome)
+    if size.policies:
+        await _damage(bench, size, outcome)
     outcome.not_measured.append(
         "Answers of models above 135M parameters; judgements by people; long answers."
     )
@@ -56,7 +63,9 @@ async def _identity(bench: Bench, size: Size, outcome: Outcome, policy: str) -> 
         client = await bench.tokenizer(arm)
         lengths = Lengths(size.num_generations, size.identity_prompt, size.identity_output)
         jobs = await make_jobs(size.identity_workload, client, lengths, 0)
+        started = time.monotonic()
         answers[mode] = [await _generate(client, job) for job in jobs]
+        logger.info("%s: %.0f s, %d answers", arm.name, time.monotonic() - started, len(jobs))
     moved = sum(a["vtoken"]["freed_blocks"] for a in answers["lazy"])
     kept = sum(a["vtoken"]["freed_blocks"] for a in answers["naive"])
     for ours, theirs in zip(answers["lazy"], answers["naive"], strict=True):
@@ -73,7 +82,15 @@ async def _identity(bench: Bench, size: Size, outcome: Outcome, policy: str) -> 
                 "evicted_tokens": ours["vtoken"]["evicted_tokens"],
             },
         )
-    outcome.details[f"identity/{policy}"] = {"freed_blocks_lazy": moved, "freed_blocks_naive": kept}
+    found = outcome.arms[f"identity/{policy}"]
+    is_same = zip(found["same_tokens"], found["same_logprobs"], strict=True)
+    outcome.details[f"identity/{policy}"] = {
+        "generations": len(found["tokens"]),
+        "identical": sum(all(pair) for pair in is_same),
+        "tokens": sum(found["tokens"]),
+        "freed_blocks_lazy": moved,
+        "freed_blocks_naive": kept,
+    }
 
 
 async def _generate(client: Any, job: Job) -> dict[str, Any]:
@@ -82,34 +99,48 @@ async def _generate(client: Any, job: Job) -> dict[str, Any]:
 
 
 async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
-    arm = Arm("damage", "naive", {}, size.engine)
-    damage = await Damage.prepare(await bench.tokenizer(arm), size)
-    for policy, keep_ratio in (("full", 1.0), *size.cells()):
-        document: dict[str, Any] = {"recent_tokens": 16, "score_window_tokens": 16}
-        if policy == "full":
-            document["policy"] = "none"
-        else:
-            document |= {"policy": policy, "keep_ratio": keep_ratio}
-        for metrics in await damage.measure(bench.fleet, arm, document):
-            outcome.add(f"{policy}@{keep_ratio:g}", metrics)
+    """Some cases at a time, in every cell: what is there after an error covers all cells."""
+    arm = Arm("damage", "naive", {}, size.engine())
+    client = await bench.tokenizer(arm)
+    cases = await make_cases(client, long_text(), size.num_cases, size.num_context, size.num_text)
+    cells = (("full", 1.0), *size.cells())
+    for start in range(0, len(cases), size.num_parallel):
+        few = cases[start : start + size.num_parallel]
+        references: list[Told] = []
+        started = time.monotonic()
+        for policy, keep_ratio in cells:
+            document: dict[str, Any] = {"policy": policy, "keep_ratio": keep_ratio}
+            if policy == "full":
+                document = {"policy": FULL}
+            told = await ask(bench.fleet, arm, document, few, size)
+            references = references or told
+            for case, ours, reference in zip(few, told, references, strict=True):
+                metrics = distances(case, ours, reference, keep_ratio)
+                outcome.add(f"{policy}@{keep_ratio:g}", metrics)
+        logger.info("%d cases: %.0f s", start + len(few), time.monotonic() - started)
 
 
 def _describe(size: Size) -> dict[str, Any]:
-    return {
-        "identity": {
+    """What was sent to what, of the parts that are measured."""
+    found: dict[str, Any] = {}
+    if size.identity_policies:
+        found["identity"] = {
             "policies": list(size.identity_policies),
             "generations": size.num_generations,
             "workload": sources((size.identity_workload,)),
             "prompt_tokens": size.identity_prompt,
             "output_tokens": size.identity_output,
-        },
-        "damage": {
+        }
+    if size.policies:
+        found["damage"] = {
             "policies": list(size.policies),
             "keep_ratios": list(size.keep_ratios),
             "text": long_text().source,
-            "cases_per_task": size.num_cases,
-            "prompt_tokens": size.num_prompt_tokens,
-            "scored_from_token": size.scored_from,
-            "engine": size.engine.arguments("naive"),
-        },
-    }
+            "cases": size.num_cases,
+            "context_tokens": size.num_context,
+            "text_tokens": size.num_text,
+            "continued_tokens": size.num_continued,
+            "exact_match": f"from keep ratio {EXACT_FROM} on",
+            "engine": size.engine().arguments("naive"),
+        }
+    return found

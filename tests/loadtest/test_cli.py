@@ -31,6 +31,7 @@ def test_help_names_every_scenario(capsys):
         ["no-such"],
         [],
         ["waste", "--repeats", "-1"],
+        ["waste", "--poll-seconds", "0"],
         ["waste", "--quick", "--smoke"],
         ["waste", "--set", "policies=h2o"],
     ],
@@ -47,11 +48,11 @@ def test_given_service_is_measured(service, tmp_path, capsys):
     """``--url`` with the key from a file: results, report and the command that made them."""
     (tmp_path / "key").write_text(KEY + "\n")
     options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
-    options += ["--set", "keep_ratio=0.3", "--share-modes"]
+    options += ["--set", "keep_ratio=0.3", "--share-modes", "--poll-seconds", "0.05"]
     assert cli.main(["waste", *options, "--out", str(tmp_path), "--repeats", "1"]) == 0
     result = json.loads((tmp_path / "waste.json").read_text())
     assert result["command"] == (
-        "scripts/loadtest waste --smoke --repeats 1 --set 'keep_ratio=0.3'"
+        "scripts/loadtest waste --smoke --repeats 1 --set 'keep_ratio=0.3' --poll-seconds 0.05"
     )
     assert result["config"]["keep_ratio"] == 0.3
     assert "synthetic/random" in result["arms"]
@@ -141,6 +142,7 @@ def test_evaluate_runs_its_scenarios_and_summarizes(tmp_path, monkeypatch, argum
     monkeypatch.setattr(evaluate.cli, "main", main)
     assert evaluate.main([*arguments, "--out", str(tmp_path)]) == 0
     assert tuple(asked[: len(names)]) == tuple(names)
+    assert ("--share-modes" in asked) is ("--quick" in arguments)
     summary = (tmp_path / "summary.md").read_text()
     assert "Paper: twice as many." in summary
     assert "m: a / b" in summary

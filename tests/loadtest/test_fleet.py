@@ -58,12 +58,19 @@ def test_other_engines_and_mode_off_are_other_services(service, tmp_path):
     assert len(service.patches) == 2
 
 
+def test_other_modules_are_another_service(service, tmp_path):
+    """The same flags with a plugin on the path are not the same engine."""
+    engine = Engine(python_path="x")
+    arms = [Arm("a", "lazy"), Arm("b", "lazy", engine=engine), Arm("c", "lazy", engine=engine)]
+    assert ask(service, tmp_path, arms, share_modes=True).num_started == 2
+
+
 def test_the_service_not_used_for_longest_is_ended(service, tmp_path):
     """Asking for one too many ends the oldest; asking for that again starts it anew."""
     engines = [Engine(num_blocks=200 + n) for n in range(MAX_SERVICES + 1)]
     arms = [Arm(str(n), "lazy", engine=engine) for n, engine in enumerate(engines)]
     fleet = ask(service, tmp_path, [*arms, arms[-1], arms[0]], share_modes=True)
-    assert [arm.name for arm in fleet.arms] == ["0", "1", "2", "3", "0"]
+    assert [arm.name for arm in fleet.arms] == ["0", "1", "2", "3", "4", "0"]
 
 
 def test_release_ends_all_unless_modes_are_shared(service, tmp_path):
@@ -153,6 +160,16 @@ wait"""
     deadline = time.monotonic() + 60
     while is_running(child):
         assert time.monotonic() < deadline
+
+
+def test_server_looks_for_modules_in_its_own_folder_first(tmp_path, monkeypatch):
+    """Before those of the present path, which stay."""
+    monkeypatch.setenv("PYTHONPATH", "theirs")
+    command = make_command(tmp_path, "echo path=$PYTHONPATH; exit 2")
+    monkeypatch.setattr(server_module, "console_command", lambda: command)
+    server = Server([], tmp_path / "log", python_path="ours")
+    with pytest.raises(StartError, match="path=ours:theirs"):
+        server.wait_ready(60)
 
 
 def test_server_that_ends_says_why(tmp_path, monkeypatch):

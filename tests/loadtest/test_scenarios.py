@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,6 @@ from loadtest.scenarios import (
     overhead,
     paired,
     prefix,
-    quality_parts,
     rivals,
     sensitivity,
     waste,
@@ -46,7 +46,6 @@ def _small_inputs(monkeypatch) -> None:
     monkeypatch.setattr(inputs, "long_text", generated_document)
     monkeypatch.setattr(inputs, "threads", lambda: tuple(join_threads(records)))
     monkeypatch.setattr("loadtest.scenarios.quality.long_text", generated_document)
-    monkeypatch.setattr("loadtest.scenarios.quality_parts.long_text", generated_document)
 
 
 def measure(service, tmp_path, name: str, size: str = "smoke", repeats: int = 1) -> dict:
@@ -307,6 +306,23 @@ def test_overhead_is_also_measured_beside_a_hog(service, tmp_path):
     assert "output_throughput: indirection+hog@96 / stock+hog@96" in result["comparisons"]
 
 
+def test_overhead_is_measured_with_synchronous_copies(service, tmp_path, monkeypatch):
+    """A service of its own with the plugin on its path; overlapping copies are compared with it."""
+
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            bench = Bench(fleet, 1, "smoke", overrides={"with_synchronous": True})
+            return await run_one(bench, "overhead", tmp_path), fleet.arms
+
+    result, arms = asyncio.run(run())
+    lazy, synchronous = (f"{name}@96" for name in (overhead.LAZY, overhead.SYNCHRONOUS))
+    assert f"mean_tpot_ms: {lazy} / {synchronous}" in result["comparisons"]
+    assert arms[-1].engine.python_path == str(overhead.SYNCHRONOUS_COPIES)
+    monkeypatch.setattr(overhead, "SYNCHRONOUS_COPIES", tmp_path / "none")
+    with pytest.raises(RuntimeError, match="repository"):
+        overhead.make_arms(replace(overhead.SIZES["smoke"], with_synchronous=True))
+
+
 def test_sla_counts_good_requests_of_an_open_loop(service, tmp_path):
     """At random arrivals, within the limit that the closed loop of ``naive`` sets."""
     result = measure(service, tmp_path, "sla")
@@ -330,22 +346,6 @@ def test_hog_ends_with_its_block():
             raise KeyError("inside")
     assert len(started) == 2
     assert all(p.poll() is not None for p in started)
-
-
-def test_quality_questions_have_their_answers_in_the_prompt(service, tmp_path):
-    """Copy, lookup and needle; the same ones for every policy."""
-    size = quality_parts.SIZES["smoke"]
-
-    async def make():
-        async with FakeFleet(service, tmp_path) as fleet:
-            client = await fleet.client(Arm("a", "naive"))
-            return await quality_parts.Damage.prepare(client, size)
-
-    damage = asyncio.run(make())
-    for task in ("copy", "lookup", "needle"):
-        question = damage.questions[task][0]
-        assert bytes(question.answer).decode().strip() in bytes(question.prompt).decode()
-    assert asyncio.run(make()).questions == damage.questions
 
 
 def test_failing_requests_are_noted_and_many_are_an_error(service, tmp_path):
