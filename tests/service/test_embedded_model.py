@@ -129,8 +129,11 @@ def test_intact_model_is_returned_without_a_source_or_a_word(make_cache):
     assert said == []
 
 
-def test_killed_conversion_leaves_no_model_and_the_next_call_succeeds(tmp_path):
-    """SIGKILL in the middle leaves a temporary folder only, which the next call removes."""
+def test_killed_conversion_leaves_no_model_and_the_next_call_succeeds(tmp_path, fake_conversion):
+    """SIGKILL in the middle leaves a temporary folder only, which the next call removes.
+
+    The killed process converts in earnest, the next call does not.
+    """
     environment = {**os.environ, "VTOKEN_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "service.embedded_model"],
@@ -151,7 +154,7 @@ def test_killed_conversion_leaves_no_model_and_the_next_call_succeeds(tmp_path):
     assert not (tmp_path / MODEL_NAME).exists()
     assert hidden_folders(tmp_path)
 
-    folder = ensure_embedded_model(tmp_path, progress=lambda sentence: None)
+    folder = ensure(tmp_path)
 
     assert is_intact(folder)
     assert hidden_folders(tmp_path) == []
