@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,49 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
         timeout=120,
         check=False,
     )
+
+
+WITH_VLLM = """
+import json, os, sys
+from service import cli, serve  # vLLM with it: once for all commands
+for line in sys.stdin:
+    *arguments, name = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for number in (1, 2):
+        os.dup2(os.open(f"{name}.{number}", os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["vtoken-serve", *arguments]
+    sys.exit(cli.main(arguments))
+"""
+"""Reads commands from standard input and runs each in a process of its own."""
+
+
+@pytest.fixture(scope="module")
+def run_with_vllm(tmp_path_factory):
+    """As :func:`run_command`, where vLLM was imported already."""
+    folder = tmp_path_factory.mktemp("commands")
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", WITH_VLLM],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            name = folder / str(len(list(folder.iterdir())))
+            print(json.dumps([*arguments, str(name)]), file=process.stdin, flush=True)
+            code = int(process.stdout.readline())
+            said = [Path(f"{name}.{number}").read_text() for number in (1, 2)]
+            return subprocess.CompletedProcess(arguments, code, *said)
+
+        yield run
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
@@ -130,24 +175,24 @@ def test_port_in_use_is_told_before_the_engine_starts():
     assert f"127.0.0.1:{port} is already in use" in sentence_of(result)
 
 
-def test_refused_configuration_is_told_by_this_process():
+def test_refused_configuration_is_told_by_this_process(run_with_vllm):
     """The token layer's reason reaches standard error, and no engine was started."""
-    result = run_command("serve", "--port", "0", "--pipeline-parallel-size", "3")
+    result = run_with_vllm("serve", "--port", "0", "--pipeline-parallel-size", "3")
     assert result.returncode == 1
     assert "pipeline_parallel_size=3" in sentence_of(result)
     assert "EngineCore" not in result.stderr + result.stdout
 
 
-def test_missing_model_is_one_sentence(tmp_path):
+def test_missing_model_is_one_sentence(run_with_vllm, tmp_path):
     """vLLM's refusal, without its traceback."""
-    result = run_command("serve", str(tmp_path / "none"), "--port", "0", HF_HUB_OFFLINE="1")
+    result = run_with_vllm("serve", str(tmp_path / "none"), "--port", "0")
     assert result.returncode == 1
     assert "vLLM cannot serve this" in sentence_of(result)
 
 
-def test_unknown_flag_of_vllm_is_told_by_its_own_parser():
+def test_unknown_flag_of_vllm_is_told_by_its_own_parser(run_with_vllm):
     """vLLM's argparse error passes through, exit code 2."""
-    result = run_command("serve", "--no-such-flag")
+    result = run_with_vllm("serve", "--no-such-flag")
     assert result.returncode == 2
     assert "unrecognized arguments: --no-such-flag" in result.stderr
     assert "Traceback" not in result.stderr
