@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from service.auth import AdminGuard
 from service.auth_keys import KeyRing
 from service.endpoint_plugin import ServiceState
 from service.engine_link import EngineLink
+from tests.service.embedded_server import API_KEY, Server
 from vtoken.config import LIVE_FIELDS, VTokenConfig
 from vtoken.errors import ConfigError
 from vtoken.stats import VTokenStats
@@ -160,6 +161,18 @@ def door(engine: FakeEngine) -> Door:
 def make() -> SimpleNamespace:
     """The builders, for tests that need another engine or door than the usual."""
     return SimpleNamespace(engine=FakeEngine, door=Door, link=make_link, key=ADMIN_KEY)
+
+
+@pytest.fixture(scope="session")
+def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The one server with the embedded model; see ``SHARED`` in ``tests/conftest.py``."""
+    folder = tmp_path_factory.mktemp("embedded_server")
+    server = Server(folder / "log.txt", "--api-key", API_KEY)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill_all()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Real clients against the real service: OpenAI's own, and LangChain's.
 
-One server with the embedded model and an API key; what a client cannot read is a failure, whatever
-the answer says. The page and the commands are looked at under the same traffic.
+One server with the embedded model and an API key; ``test_serve_engine.py`` goes on with it. What a
+client cannot read is a failure, whatever the answer says. The page and the commands are looked at
+under the same traffic.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from pydantic import BaseModel, ConfigDict
 from service import cli
 from tests.deploy.conftest import obtain
 from tests.service.browser import Browser, chromium
-from tests.service.test_serve_engine import KEY, MODEL, Server
+from tests.service.embedded_server import API_KEY, KEY, MODEL, Server
 
 pytestmark = pytest.mark.engine
 
-API_KEY = "compatibility"
 HELLO: list[Any] = [{"role": "user", "content": "Say hello to a sailor."}]
 STORY = "Once upon a time, in a small village by the sea, there lived an old fisherman. "
 
@@ -56,13 +56,8 @@ TOOL: Any = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("clients") / "log.txt", "--api-key", API_KEY)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.kill_all()
+def server(embedded_server) -> Server:
+    return embedded_server
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.refusals import REASONS
 from tests.service.otlp import Receiver, attributes
-from tests.service.tiny_server import TinyServer, body, events, wait_for, words
+from tests.service.tiny_server import TinyServer, are_gone, body, events, wait_for, words
 
 pytestmark = pytest.mark.engine
 
@@ -331,12 +331,14 @@ def open_connections(server: TinyServer) -> int:
 
 
 def test_drain_finishes_what_was_accepted(server: TinyServer) -> None:
-    """SIGTERM: not ready, 503 with Retry-After for new requests, 20 streams end whole, code 0.
+    """SIGTERM: not ready, 503 with Retry-After for new requests, 20 streams end whole, code 0, and
+    no process is left.
 
     The worker stands still from before they come until all that is seen, so none ends too early.
     """
     wait_for(server.is_quiet, 60)
     streams, worker = Streams(server, 20, 100), server.worker()
+    processes = server.descendants()
     worker.send_signal(signal.SIGSTOP)
     try:
         thread = streams.start()
@@ -355,3 +357,4 @@ def test_drain_finishes_what_was_accepted(server: TinyServer) -> None:
     thread.join(timeout=120)
     assert streams.tokens == [100] * 20
     assert server.process.wait(timeout=60) == 0
+    wait_for(lambda: are_gone(processes), 60)

@@ -1,144 +1,36 @@
 """The whole service: ``vtoken-serve serve`` with the embedded model, asked over HTTP.
 
-One server serves all tests but the last: they run in order, and the last ones kill it.
+One server serves all tests but the last, and before them those of ``test_clients_engine.py``: they
+run in order, and the last ones kill it.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
-import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import PREFIX, SERVICE_METRICS
+from tests.service.embedded_server import API_KEY, MODEL, Server
+from tests.service.tiny_server import are_gone, wait_for
 from vtoken.stats import METRICS
 
 pytestmark = pytest.mark.engine
 
-MODEL = "smollm2-135m-instruct"
-KEY = "test-admin-key"
-START_SECONDS = 300
-FLAGS = [
-    "--enforce-eager",
-    *("--max-model-len", "2048"),
-    *("--kv-cache-memory-bytes", "200M"),
-    *("--vtoken-mode", "lazy"),
-    *("--vtoken-budget-tokens", "96"),
-    *("--vtoken-low-watermark-ratio", "1.0"),
-    *("--vtoken-theta-f", "0.1"),
-    *("--vtoken-verify", "full"),
-]
-
-
-class Server:
-    """A ``vtoken-serve serve`` process on a free port."""
-
-    def __init__(self, log: Path, *flags: str) -> None:
-        self.log = log
-        environment = {n: v for n, v in os.environ.items() if not n.startswith("VTOKEN_ADMIN")}
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "service.cli", "serve", "--port", "0", *FLAGS, *flags],
-                env={
-                    **environment,
-                    "VTOKEN_ADMIN_KEY": KEY,
-                    "VTOKEN_METRICS_POLL_SECONDS": "0.2",
-                    "VTOKEN_ENGINE_TIMEOUT_SECONDS": "300",  # a loaded machine is not a fault
-                },
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.url = ""
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait_until_ready(self) -> None:
-        found = wait_for(lambda: re.search(r"ready on (http://\S+)", self.text()) or self.has_ended)
-        assert not self.has_ended, self.text()[-3000:]
-        assert isinstance(found, re.Match)
-        self.url = found[1]
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def find(self, name: str) -> psutil.Process:
-        return next(p for p in self.descendants() if name in " ".join(p.cmdline()))
-
-    def kill_all(self) -> None:
-        if not self.has_ended:
-            for process in [*self.descendants(), self.process]:
-                process.kill()
-        self.process.wait(timeout=30)
-
-    def get(self, path: str, **options) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
-
-    def admin(self, method: str, path: str, *, key: str | None = KEY, **options) -> httpx.Response:
-        headers = {**options.pop("headers", {})}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        return httpx.request(method, self.url + path, headers=headers, timeout=30, **options)
-
-    def metrics(self) -> dict[str, dict[tuple, float]]:
-        samples: dict[str, dict[tuple, float]] = {}
-        for family in text_string_to_metric_families(self.get("/metrics").text):
-            for sample in family.samples:
-                samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = (
-                    sample.value
-                )
-        return samples
-
-    def total(self, name: str, **labels: str) -> float:
-        """Sum of one counter over the series that have ``labels``."""
-        series = self.metrics()[name].items()
-        return sum(value for key, value in series if labels.items() <= dict(key).items())
-
-
-def wait_for(condition: Callable[[], object], seconds: float = START_SECONDS) -> object:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s")
-
-
-def are_gone(processes: list[psutil.Process]) -> bool:
-    """Ended, or waiting as zombies for the init process of this container."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("serve") / "log.txt")
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.kill_all()
+def server(embedded_server) -> Server:
+    return embedded_server
 
 
 @pytest.fixture
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="unused", max_retries=0) as client:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=API_KEY, max_retries=0) as client:
         yield client
 
 
@@ -202,7 +94,8 @@ def test_completions_and_tokenize(server, client):
     answer = client.completions.create(model=MODEL, prompt="One, two, three,", max_tokens=5)
     assert answer.usage.completion_tokens <= 5
     body = {"model": MODEL, "prompt": "One, two, three,"}
-    tokens = httpx.post(server.url + "/tokenize", json=body, timeout=30).json()
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    tokens = httpx.post(server.url + "/tokenize", json=body, headers=headers, timeout=30).json()
     assert tokens["count"] == answer.usage.prompt_tokens
 
 
@@ -434,7 +327,7 @@ def test_patch_changes_the_policy_of_a_running_stream(server, client):
     etag = server.admin("GET", "/admin/policy").headers["ETag"]
     evicted = {"name": "vtoken_evicted_tokens_total", "policy": "streaming_llm"}
     evicted_before = server.total(**evicted)
-    stream = stream_of(client, max_tokens=1900)
+    stream = stream_of(client, max_tokens=600)
     chunks = [next(stream)]  # not counted: vLLM merges deltas when it runs ahead of its reader
     wait_for(lambda: server.total(**evicted) > evicted_before, 60)
     changed = server.admin(
@@ -446,7 +339,7 @@ def test_patch_changes_the_policy_of_a_running_stream(server, client):
     state = server.admin("GET", "/admin/state").json()
     assert [request["status"] for request in state["requests"]] == ["running"]
     chunks += list(stream)
-    assert chunks[-1].usage.completion_tokens == 1900
+    assert chunks[-1].usage.completion_tokens == 600
     assert chunks[-2].choices[0].finish_reason == "length"
     wait_for(lambda: server.total("vtoken_request_evicted_tokens_count") >= 1, 60)
 
@@ -519,19 +412,15 @@ def test_killed_engine_ends_the_service(server, client):
     wait_for(lambda: are_gone(processes), 60)
 
 
-@pytest.mark.parametrize("when", ["starting", "ready"])
-def test_sigterm_leaves_no_process(tmp_path, when):
-    """While the engine starts (exit code 143) and while it serves (0)."""
+def test_sigterm_while_the_engine_starts_leaves_no_process(tmp_path):
+    """Exit code 143. A server that serves is stopped elsewhere."""
     server = Server(tmp_path / "log.txt")
     try:
-        if when == "ready":
-            server.wait_until_ready()
-        else:
-            wait_for(lambda: "Initializing a V1 LLM engine" in server.text())
+        wait_for(lambda: "Initializing a V1 LLM engine" in server.text())
         processes = server.descendants()
         assert processes
         server.process.terminate()
-        assert server.process.wait(timeout=60) == (0 if when == "ready" else 143)
+        assert server.process.wait(timeout=60) == 143
         wait_for(lambda: are_gone(processes), 60)
     finally:
         server.kill_all()

@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.service.faults import inject
-from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, wait_for, words
+from tests.service.tiny_server import (
+    LASTING_TOKENS,
+    TinyServer,
+    are_gone,
+    body,
+    events,
+    wait_for,
+    words,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -209,5 +216,4 @@ def test_second_signal_ends_it_at_once(server: TinyServer) -> None:
     asking.join()
     assert asking.error is None
     assert asking.last["error"]["code"] == 503
-    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    wait_for(lambda: not any(p.is_running() and p.status() not in gone for p in processes), 60)
+    wait_for(lambda: are_gone(processes), 60)

@@ -78,6 +78,12 @@ def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> Any:
     raise AssertionError(f"not within {seconds} s")
 
 
+def are_gone(processes: list[psutil.Process]) -> bool:
+    """Ended, or waiting as zombies for the init process of this container."""
+    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return not any(p.is_running() and p.status() not in gone for p in processes)
+
+
 class TinyServer:
     """A ``vtoken-serve serve`` process on a free port."""
 
