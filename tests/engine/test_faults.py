@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.engine import test_identity, test_pressure
@@ -12,16 +10,11 @@ from tests.engine.conftest import RunArm
 pytestmark = pytest.mark.engine
 
 
-def make_flaky_identity_spec() -> dict[str, Any]:
-    """The lazy arm of the identity test, with every third copy failing."""
-    return {**test_identity.make_spec("lazy", True), "mutant": "flaky_copy"}
-
-
 @pytest.mark.identity
 def test_failed_copies_change_no_bit(run_arm: RunArm) -> None:
     """A failed relocation is rolled back: outputs equal those of naive, and nothing leaks."""
-    naive = run_arm(test_identity.make_spec("naive", True))["random"]
-    flaky = run_arm(make_flaky_identity_spec())["random"]
+    results = run_arm(test_identity.make_spec())
+    naive, flaky = results["naive random"], results["lazy flaky"]
     assert flaky["counters"]["relocations_total/failed"] >= 5
     assert flaky["counters"]["relocations_total/committed"] >= 5
     assert flaky["tokens"] == naive["tokens"]
@@ -31,7 +24,7 @@ def test_failed_copies_change_no_bit(run_arm: RunArm) -> None:
 
 def test_failed_urgent_copy_ends_only_its_request(run_arm: RunArm) -> None:
     """K/V that an urgent copy lost ends one request with an error; the others finish in full."""
-    result = run_arm(test_pressure.make_spec("urgent", mutant="flaky_copy"))["pressure"]
+    result = run_arm(test_pressure.make_spec())["flaky"]
     reasons = result["finish_reasons"]
     assert "error" in reasons
     assert reasons.count("length") >= 1
@@ -43,11 +36,8 @@ def test_failed_urgent_copy_ends_only_its_request(run_arm: RunArm) -> None:
 @pytest.mark.identity
 def test_broken_policy_keeps_every_token(run_arm: RunArm) -> None:
     """A policy that breaks its contract is refused and counted; outputs are those of none."""
-    spec = test_identity.make_spec("lazy", True)
-    workload = {**spec["workloads"][1], "max_tokens": 40}
-    broken = run_arm({**spec, "workloads": [workload], "mutant": "broken_policy"})["random"]
-    none = {**workload, "name": "none", "patch": {"policy": "none"}}
-    unharmed = run_arm({**spec, "workloads": [none]})["none"]
+    results = run_arm(test_identity.make_spec())
+    broken, unharmed = results["lazy broken"], results["lazy unharmed"]
     assert broken["counters"]["policy_errors_total/random"] >= 4
     assert broken["counters"]["evicted_tokens_total/random"] == 0
     assert broken["tokens"] == unharmed["tokens"]

@@ -1,46 +1,84 @@
-"""With the same evictions, outputs do not depend on where tokens lie."""
+"""With the same evictions, outputs do not depend on where tokens lie.
+
+One engine runs everything in mode naive, then in lazy, at last with faults; another is compiled.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import RunArm
-from tests.engine.workloads import EVICTING, make_workload
+from tests.engine.workloads import (
+    EVICTING,
+    in_mode,
+    make_workload,
+    on_tiny_model,
+    outcome,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.identity]
 
 POLICIES = ("streaming_llm", "random")
 MIN_COMMITTED = 20
+UNHARMED = make_workload("none", 40, name="unharmed")
+FLAKY = make_workload("random", 112, name="flaky", fault=["flaky_copy", [0]])
+BROKEN = make_workload("random", 40, name="broken", fault=["broken_policy", [0]])
+VTOKEN = {**EVICTING, "mode": "naive", "verify": "full"}
 
 
-def make_spec(mode: str, eager: bool) -> dict[str, Any]:
-    """Both policies, 8 requests, 112 tokens each, in one engine."""
+def make_spec() -> dict[str, Any]:
+    """Both policies, 8 requests, 112 tokens each, in both modes; then nothing evicted, copies that
+    fail, and a policy that breaks its contract."""
+    workloads = [make_workload(policy, 112) for policy in POLICIES]
     return {
-        "vtoken": {**EVICTING, "mode": mode, "verify": "full"},
-        "engine": {"dtype": "bfloat16", "enforce_eager": eager},
-        "workloads": [make_workload(policy, 112) for policy in POLICIES],
+        "vtoken": VTOKEN,
+        "engine": {"dtype": "bfloat16"},
+        "workloads": [
+            *(in_mode("naive", one) for one in workloads),
+            *(in_mode("lazy", one) for one in [*workloads, UNHARMED, FLAKY, BROKEN]),
+        ],
     }
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def make_compiled_spec(*, is_tiny: bool = True) -> dict[str, Any]:
+    """The same without faults; the tiny model compiles fast."""
+    workloads = [make_workload(policy, 112) for policy in POLICIES]
+    engine = {"dtype": "bfloat16", "enforce_eager": False}
+    return {
+        **(on_tiny_model(**engine) if is_tiny else {"engine": engine}),
+        "vtoken": VTOKEN,
+        "workloads": [in_mode(mode, one) for mode in ("naive", "lazy") for one in workloads],
+    }
+
+
+ENGINES = [
+    pytest.param(make_spec, id="eager"),
+    pytest.param(make_compiled_spec, id="compiled"),
+    pytest.param(
+        functools.partial(make_compiled_spec, is_tiny=False),
+        id="compiled embedded model",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("make", ENGINES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_naive_and_lazy_agree_bit_for_bit(run_arm: RunArm, eager: bool, policy: str) -> None:
+def test_naive_and_lazy_agree_bit_for_bit(run_arm: RunArm, make: Any, policy: str) -> None:
     """Tokens and logprobs are equal floats although lazy relocated tokens in between."""
-    naive = run_arm(make_spec("naive", eager))[policy]
-    lazy = run_arm(make_spec("lazy", eager))[policy]
+    naive, lazy = (run_arm(make())[f"{mode} {policy}"] for mode in ("naive", "lazy"))
     assert lazy["counters"]["relocations_total/committed"] >= MIN_COMMITTED
     assert naive["counters"]["relocations_total/committed"] == 0
-    assert naive["evictions"] == lazy["evictions"]
-    assert naive["tokens"] == lazy["tokens"]
-    assert naive["logprobs"] == lazy["logprobs"]
+    assert outcome(naive) == outcome(lazy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_relocation_was_verified(run_arm: RunArm, policy: str) -> None:
     """verify=full hashes K/V around each relocation (I1) and checks I2 and I4 of each plan."""
-    counters = run_arm(make_spec("lazy", True))[policy]["counters"]
+    counters = run_arm(make_spec())[f"lazy {policy}"]["counters"]
     committed = counters["relocations_total/committed"]
     for invariant in ("I1", "I2", "I4"):
         assert counters[f"invariant_checks_total/{invariant}"] >= committed
@@ -49,14 +87,12 @@ def test_every_relocation_was_verified(run_arm: RunArm, policy: str) -> None:
 
 def test_lazy_holds_fewer_blocks(run_arm: RunArm) -> None:
     """Relocation is what frees the blocks: retained blocks fall, evictions are the same."""
-    naive = run_arm(make_spec("naive", True))["random"]
-    lazy = run_arm(make_spec("lazy", True))["random"]
+    naive, lazy = (run_arm(make_spec())[f"{mode} random"] for mode in ("naive", "lazy"))
     retained = [max(step[2] for step in arm["trace"][32:]) for arm in (naive, lazy)]
     assert retained[1] <= 0.6 * retained[0], retained
 
 
 def test_all_blocks_return_to_the_pool(run_arm: RunArm) -> None:
     """After the last request every block is free, destinations of late plans included."""
-    for mode in ("naive", "lazy"):
-        for result in run_arm(make_spec(mode, True)).values():
-            assert result["free_blocks"] == result["total_blocks"]
+    for result in run_arm(make_spec()).values():
+        assert result["free_blocks"] == result["total_blocks"]

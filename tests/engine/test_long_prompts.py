@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 
+from tests.engine import test_pressure
 from tests.engine.conftest import RunArm
 from tests.engine.oracle import DenseOracle
-from tests.engine.test_pressure import BLOCK_BYTES_FP32, MAX_LOGPROB_ERROR
-from tests.engine.workloads import EVICTING, make_prompts, make_workload
+from tests.engine.test_pressure import MAX_LOGPROB_ERROR
+from tests.engine.tiny_model import ensure_tiny_model
+from tests.engine.workloads import EVICTING, make_prompts, make_workload, on_tiny_model
 
 pytestmark = pytest.mark.engine
 
 POLICIES = ("streaming_llm", "random", "h2o")
-NUM_BLOCKS = 64
-LONG_PROMPT = 900
 
 
 def make_chunked_spec() -> dict[str, Any]:
-    """Prompts of up to 480 tokens in steps of at most 128 tokens, in fp32, ample pool."""
+    """Prompts of up to 480 tokens in steps of at most 128 tokens, in fp32, ample pool. At last
+    nothing is evicted: the pool is ample, or the policy is none."""
     prompts = make_prompts((180, 333, 480))
+    ample = {"policy": "random", "evict_free_ratio": 0.5}
     return {
+        **on_tiny_model(dtype="float32", max_num_batched_tokens=128),
         "vtoken": {
             **EVICTING,
             "mode": "lazy",
@@ -31,42 +34,18 @@ def make_chunked_spec() -> dict[str, Any]:
             "evict_during_prefill": True,
             "verify": "full",
         },
-        "engine": {"dtype": "float32", "max_num_batched_tokens": 128},
-        "workloads": [make_workload(policy, 32, prompts=prompts) for policy in POLICIES],
-    }
-
-
-def make_tight_spec(evict_during_prefill: bool) -> dict[str, Any]:
-    """Three requests that decode for long, then a prompt that fills nine tenths of the pool."""
-    prompts = [*make_prompts((240,) * 3, step=41), [300, LONG_PROMPT]]
-    return {
-        "vtoken": {
-            "mode": "lazy",
-            "policy": "random",
-            "budget_tokens": 96,
-            "recent_tokens": 8,
-            "evict_interval_tokens": 8,
-            "theta_f": 0.1,
-            "low_watermark_ratio": 1.0,
-            "record_evictions": True,
-            "verify": "full",
-            "evict_during_prefill": evict_during_prefill,
-        },
-        "engine": {
-            "dtype": "float32",
-            "max_model_len": 1000,
-            "kv_cache_memory_bytes": NUM_BLOCKS * BLOCK_BYTES_FP32,
-        },
         "workloads": [
-            {"name": "long", "prompts": prompts, "max_tokens": 64, "logprobs": 5},
+            *(make_workload(policy, 32, prompts=prompts) for policy in POLICIES),
+            make_workload("random", 24, prompts=prompts, name="ample", patch=ample),
+            make_workload("none", 24, prompts=prompts),
         ],
     }
 
 
 @pytest.fixture(scope="module")
-def oracle(model_path: str) -> DenseOracle:
+def oracle() -> DenseOracle:
     """The reference model."""
-    return DenseOracle(model_path)
+    return DenseOracle(str(ensure_tiny_model()))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -89,7 +68,7 @@ def test_prompt_larger_than_the_free_blocks_is_served_beside_others(
     run_arm: RunArm, oracle: DenseOracle
 ) -> None:
     """It runs while the others still decode, takes nobody's blocks, and every token is right."""
-    result = run_arm(make_tight_spec(True))["long"]
+    result = run_arm(test_pressure.make_spec())["long"]
     assert max(step[0] for step in result["trace"]) == 4
     assert result["counters"]["preemptions_total"] == 0
     assert result["finish_reasons"] == ["length"] * 4
@@ -101,6 +80,6 @@ def test_prompt_larger_than_the_free_blocks_is_served_beside_others(
 
 def test_without_the_option_such_a_prompt_waits(run_arm: RunArm) -> None:
     """The same load otherwise: the prompt is admitted only when the others are gone."""
-    result = run_arm(make_tight_spec(False))["long"]
+    result = run_arm(test_pressure.make_spec())["long waits"]
     assert max(step[0] for step in result["trace"]) == 3
     assert result["finish_reasons"] == ["length"] * 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import RunArm
-from tests.engine.workloads import EVICTING
+from tests.engine.workloads import EVICTING, on_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -42,8 +42,8 @@ def make_spec() -> dict[str, Any]:
     """All at once, then one alone: opted out, under policy none, and with both settings."""
     alone = {"prompts": [[11, LONG]], "max_tokens": MAX_TOKENS, "logprobs": 5}
     return {
+        **on_tiny_model(dtype="bfloat16"),
         "vtoken": {**EVICTING, **SERVICE, "mode": "lazy", "verify": "full"},
-        "engine": {"dtype": "bfloat16"},
         "workloads": [
             {
                 "name": "together",

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import RunArm
-from tests.engine.tiny_model import ensure_tiny_model
-from tests.engine.workloads import make_prompts, make_workload
+from tests.engine.workloads import (
+    NOTHING_EVICTED,
+    in_mode,
+    make_prompts,
+    make_workload,
+    on_tiny_model,
+    outcome,
+)
 from vtoken.policies.registry import POLICIES
 
 pytestmark = [pytest.mark.engine, pytest.mark.identity]
@@ -21,6 +27,12 @@ PROMPT_LENGTHS = (70, 150, 333, 411, 150)
 SWITCH_STEPS = 3
 CAP = 8
 CAPPED = ("random", "h2o", "paged_eviction")
+DOCUMENT = {
+    "evict_interval_tokens": INTERVAL,
+    "score_interval_steps": None,
+    "max_blocks_per_request": None,
+}
+"""What the last workloads of a mode change, as it is at the beginning of the next."""
 
 
 def every_pair(names: list[str]) -> list[str]:
@@ -38,18 +50,19 @@ def every_pair(names: list[str]) -> list[str]:
 SWITCHES = every_pair(sorted(POLICIES))
 
 
-def make_spec(mode: str) -> dict[str, Any]:
-    """All policies one after the other, one of them again, then a switch every few steps, at
-    last a cap of blocks per request."""
+def make_spec() -> dict[str, Any]:
+    """All policies one after the other, one of them again, then a switch every few steps, then a
+    cap of blocks per request; all in both modes of one engine."""
     workloads = [
         make_workload(policy, 60, prompts=make_prompts(PROMPT_LENGTHS), logprobs=2)
         for policy in EVICTING
     ]
+    workloads[0]["patch"] |= DOCUMENT
     again = {**workloads[0], "name": "again", "patch": {"policy": "h2o"}}
     # Intervals shorter than a policy's turn: each evicts at least once before the next comes.
     switching = {
         "name": "switching",
-        "patch": {"evict_interval_tokens": 2, "score_interval_steps": 1},
+        "patch": {**DOCUMENT, "evict_interval_tokens": 2, "score_interval_steps": 1},
         "patch_steps": [[i * SWITCH_STEPS, {"policy": p}] for i, p in enumerate(SWITCHES)],
         "prompts": make_prompts((130, 200)),
         "max_tokens": len(SWITCHES) * SWITCH_STEPS,
@@ -61,34 +74,38 @@ def make_spec(mode: str) -> dict[str, Any]:
         for policy in CAPPED
     ]
     return {
-        "model": str(ensure_tiny_model()),
+        **on_tiny_model(dtype="bfloat16"),
         "vtoken": {
-            "mode": mode,
+            "mode": "naive",
             "budget_tokens": BUDGET,
             "sink_tokens": SINKS,
             "recent_tokens": RECENT,
-            "evict_interval_tokens": INTERVAL,
             "theta_f": 0.0,
             "low_watermark_ratio": 1.0,
             "record_evictions": True,
             "verify": "full",
         },
-        "engine": {"dtype": "bfloat16", "skip_tokenizer_init": True},
-        "workloads": [*workloads, again, switching, *capped],
+        "workloads": [
+            in_mode("naive", NOTHING_EVICTED),
+            *(
+                in_mode(mode, one)
+                for mode in ("naive", "lazy")
+                for one in (*workloads, again, switching, *capped)
+            ),
+        ],
     }
 
 
 def run(run_arm: RunArm, mode: str, name: str) -> dict[str, Any]:
     """The result of one workload."""
-    return run_arm(make_spec(mode))[name]
+    return run_arm(make_spec())[f"{mode} {name}"]
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_naive_and_lazy_agree_bit_for_bit(run_arm: RunArm, policy: str) -> None:
     """Scores, victims, tokens and logprobs do not depend on where tokens lie."""
     naive, lazy = run(run_arm, "naive", policy), run(run_arm, "lazy", policy)
-    for what in ("evictions", "tokens", "logprobs"):
-        assert naive[what] == lazy[what]
+    assert outcome(naive) == outcome(lazy)
     relocated = lazy["counters"]["relocations_total/committed"]
     assert relocated == 0 if POLICIES[policy].whole_pages else relocated > 0
 
@@ -124,8 +141,7 @@ def test_sinks_and_recent_tokens_survive(run_arm: RunArm, policy: str) -> None:
 def test_capped_requests_are_packed_at_once(run_arm: RunArm, policy: str) -> None:
     """Nobody holds more blocks after any step; bits and decisions are those of naive."""
     naive, lazy = (run(run_arm, mode, f"capped {policy}") for mode in ("naive", "lazy"))
-    for what in ("evictions", "tokens", "logprobs"):
-        assert naive[what] == lazy[what]
+    assert outcome(naive) == outcome(lazy)
     assert max(step[2] for step in lazy["trace"]) <= CAP * len(PROMPT_LENGTHS)
     packed = lazy["counters"]["relocations_total/committed"]
     assert packed == 0 if POLICIES[policy].whole_pages else packed > 0
@@ -156,8 +172,7 @@ def test_any_switch_of_policy_is_safe(run_arm: RunArm) -> None:
     """Each policy follows each other one on running requests; nobody loses what is protected."""
     assert set(pairwise(SWITCHES)) == {(a, b) for a in POLICIES for b in POLICIES if a != b}
     naive, lazy = run(run_arm, "naive", "switching"), run(run_arm, "lazy", "switching")
-    for what in ("evictions", "tokens", "logprobs"):
-        assert naive[what] == lazy[what]
+    assert outcome(naive) == outcome(lazy)
     counters = lazy["counters"]
     for policy in EVICTING:
         if not POLICIES[policy].whole_pages:  # a turn is too short to fill a page

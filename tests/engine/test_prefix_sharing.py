@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import RunArm
-from tests.engine.tiny_model import BYTES_PER_TOKEN, ENVIRONMENT, ensure_tiny_model
+from tests.engine.tiny_model import BYTES_PER_TOKEN
+from tests.engine.workloads import on_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -17,51 +18,75 @@ NUM_BLOCKS = 480
 """Of 16 tokens. Eight requests hold 280 of them at degree 1: room, but not without end."""
 
 
-def make_spec(mode: str, keep_ratio: float = 0.5, **fields: Any) -> dict[str, Any]:
-    """All degrees in one engine; ``off`` is stock vLLM with blocks of 32 tokens."""
+FITTING = {1: 288, 2: 224, 4: 192, 8: 176}
+"""Blocks of 16 tokens that stock vLLM, with blocks of 32, needs to run all eight requests."""
+
+FEW = 0.25
+"""Keep ratio. With r holders of a block, letting go together gains while r · FEW < 1."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "naive": {"mode": "naive"},
+    "lazy": {},
+    "few": {"keep_ratio": FEW},
+    "copy on write": {"keep_ratio": FEW, "relocate_shared": True},
+}
+"""What is changed of the policy document, which is lazy and always reclaims."""
+
+THRESHOLDS = {"always": {}, "defaults": {"theta_f": 0.25, "low_watermark_ratio": 0.5}}
+"""Likewise, where the load just fits."""
+
+
+def make_spec(mode: str, workloads: list[dict[str, Any]]) -> dict[str, Any]:
+    """An engine with room for each of them."""
     return {
-        "model": str(ensure_tiny_model()),
-        "environment": ENVIRONMENT,
+        **on_tiny_model(
+            dtype="bfloat16",
+            enable_prefix_caching=True,
+            max_model_len=1024,
+            kv_cache_memory_bytes=NUM_BLOCKS * 16 * BYTES_PER_TOKEN,
+        ),
         "vtoken": {
             "mode": mode,
             "policy": "random",
-            "keep_ratio": keep_ratio,
+            "keep_ratio": 0.5,
             "recent_tokens": 16,
             "evict_interval_tokens": 8,
             "theta_f": 0.0,
             "low_watermark_ratio": 1.0,
             "max_source_blocks": 64,
             "verify": "full",
-            **fields,
         },
-        "engine": {
-            "dtype": "bfloat16",
-            "enable_prefix_caching": True,
-            "max_model_len": 1024,
-            "kv_cache_memory_bytes": NUM_BLOCKS * 16 * BYTES_PER_TOKEN,
-            "skip_tokenizer_init": True,
-        },
-        "workloads": [{"name": f"degree {d}", "sharing": {"degree": d}} for d in DEGREES],
+        "workloads": workloads,
     }
 
 
-FITTING = {1: 288, 2: 224, 4: 192, 8: 176}
-"""Blocks of 16 tokens that stock vLLM, with blocks of 32, needs to run all eight requests."""
-
-DEFAULTS = {"theta_f": 0.25, "low_watermark_ratio": 0.5}
-THRESHOLDS: dict[str, dict[str, Any]] = {"off": {"stock": {}}, "naive": {}}
-THRESHOLDS["lazy"] = {"always": {}, "defaults": DEFAULTS}
+def ample(name: str, **options: Any) -> list[dict[str, Any]]:
+    """Each degree, with room."""
+    return [{"name": f"{name} {d}", "sharing": {"degree": d, **options}} for d in DEGREES]
 
 
-def make_fitting_spec(mode: str) -> dict[str, Any]:
-    """The same, and then each degree in a pool of exactly the blocks that stock needs; for lazy
-    under the document above, which always reclaims, and under the default thresholds."""
-    spec = make_spec(mode)
-    for name, patch in THRESHOLDS[mode].items():
-        for d in DEGREES:
-            sharing = {"degree": d, "room_tokens": 16 * FITTING[d], "patch": patch}
-            spec["workloads"].append({"name": f"fitting {d} {name}", "sharing": sharing})
-    return spec
+def fitting(name: str, **options: Any) -> list[dict[str, Any]]:
+    """Each degree in a pool of exactly the blocks that stock vLLM needs."""
+    return [
+        {
+            "name": f"{name} fitting {d}",
+            "sharing": {"degree": d, "room_tokens": 16 * FITTING[d], **options},
+        }
+        for d in DEGREES
+    ]
+
+
+def make_stock_spec() -> dict[str, Any]:
+    """Stock vLLM with blocks of 32 tokens."""
+    return make_spec("off", [*ample("stock"), *fitting("stock")])
+
+
+def make_our_spec() -> dict[str, Any]:
+    """All variants and thresholds in one engine; each begins with an empty prefix cache."""
+    workloads = [one for name, patch in VARIANTS.items() for one in ample(name, patch=patch)]
+    for name, patch in THRESHOLDS.items():
+        workloads += fitting(name, patch=patch)
+    return make_spec("lazy", workloads)
 
 
 def retained(result: dict[str, Any]) -> float:
@@ -72,7 +97,7 @@ def retained(result: dict[str, Any]) -> float:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_shared_blocks_are_never_sources(run_arm: RunArm, degree: int) -> None:
     """Without the copy-on-write option, a plan names blocks with one reference only."""
-    result = run_arm(make_fitting_spec("lazy"))[f"degree {degree}"]
+    result = run_arm(make_our_spec())[f"lazy {degree}"]
     assert set(result["source_references"]) == {1}
     assert len(result["source_references"]) >= 64
 
@@ -80,8 +105,8 @@ def test_shared_blocks_are_never_sources(run_arm: RunArm, degree: int) -> None:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_lazy_retains_fewer_blocks_at_every_degree(run_arm: RunArm, degree: int) -> None:
     """Reclamation pays with sharing, too: at least the paper's range, −28.6 … −42.2 %."""
-    naive = retained(run_arm(make_fitting_spec("naive"))[f"degree {degree}"])
-    lazy = retained(run_arm(make_fitting_spec("lazy"))[f"degree {degree}"])
+    naive = retained(run_arm(make_our_spec())[f"naive {degree}"])
+    lazy = retained(run_arm(make_our_spec())[f"lazy {degree}"])
     change = lazy / naive - 1
     assert round(change, 3) <= -0.286, f"{lazy} of {naive}: {change:+.1%}"
 
@@ -90,22 +115,22 @@ def test_lazy_retains_fewer_blocks_at_every_degree(run_arm: RunArm, degree: int)
 @pytest.mark.parametrize("degree", DEGREES)
 def test_prefix_hits_are_not_below_stock(run_arm: RunArm, mode: str, degree: int) -> None:
     """Tokens found in the prefix cache, in the first wave and when all is asked again."""
-    stock = run_arm(make_fitting_spec("off"))[f"degree {degree}"]["waves"]
-    ours = run_arm(make_fitting_spec(mode))[f"degree {degree}"]["waves"]
+    stock = run_arm(make_stock_spec())[f"stock {degree}"]["waves"]
+    ours = run_arm(make_our_spec())[f"{mode} {degree}"]["waves"]
     for theirs, mine in zip(stock, ours, strict=True):
         assert sum(mine["hit_tokens"]) >= sum(theirs["hit_tokens"])
     assert sum(ours[0]["hit_tokens"]) == (8 - 8 // degree) * 256
     assert sum(ours[1]["hit_tokens"]) >= 8 * 480
 
 
-@pytest.mark.parametrize("thresholds", ["always", "defaults"])
+@pytest.mark.parametrize("thresholds", THRESHOLDS)
 @pytest.mark.parametrize("degree", DEGREES)
 def test_prefix_hits_are_not_below_stock_where_the_load_just_fits(
     run_arm: RunArm, thresholds: str, degree: int
 ) -> None:
     """No destination is a block in which stock would still find a prefix, and no bit changes."""
-    stock = run_arm(make_fitting_spec("off"))[f"fitting {degree} stock"]["waves"]
-    result = run_arm(make_fitting_spec("lazy"))[f"fitting {degree} {thresholds}"]
+    stock = run_arm(make_stock_spec())[f"stock fitting {degree}"]["waves"]
+    result = run_arm(make_our_spec())[f"{thresholds} fitting {degree}"]
     for theirs, mine in zip(stock, result["waves"], strict=True):
         assert sum(mine["hit_tokens"]) >= sum(theirs["hit_tokens"])
     assert sum(stock[1]["hit_tokens"]) == 8 * 480
@@ -119,7 +144,7 @@ def test_prefix_hits_are_not_below_stock_where_the_load_just_fits(
 @pytest.mark.parametrize("degree", DEGREES)
 def test_no_bit_changes_for_another_request(run_arm: RunArm, mode: str, degree: int) -> None:
     """The K/V bytes under a prefix-cache hash stay the same for as long as it can be found."""
-    result = run_arm(make_fitting_spec(mode))[f"degree {degree}"]
+    result = run_arm(make_our_spec())[f"{mode} {degree}"]
     assert result["num_digests"] >= 10_000
     assert result["changed"] == []
     assert result["free_blocks"] == result["total_blocks"]
@@ -129,27 +154,19 @@ def test_no_bit_changes_for_another_request(run_arm: RunArm, mode: str, degree: 
 @pytest.mark.parametrize("degree", DEGREES)
 def test_sharing_does_not_change_a_token(run_arm: RunArm, degree: int) -> None:
     """naive and lazy generate the same tokens, first and from the prefix cache."""
-    naive = run_arm(make_fitting_spec("naive"))[f"degree {degree}"]["waves"]
-    lazy = run_arm(make_fitting_spec("lazy"))[f"degree {degree}"]["waves"]
+    naive = run_arm(make_our_spec())[f"naive {degree}"]["waves"]
+    lazy = run_arm(make_our_spec())[f"lazy {degree}"]["waves"]
     assert [wave["tokens"] for wave in naive] == [wave["tokens"] for wave in lazy]
 
 
 # -- copy-on-write: relocate_shared ----------------------------------------------------------
 
-FEW = 0.25
-"""Keep ratio. With r holders of a block, letting go together gains while r · FEW < 1."""
-
-
-def make_copy_on_write_spec() -> dict[str, Any]:
-    """The lazy arm at a quarter of the tokens, with the option on."""
-    return make_spec("lazy", FEW, relocate_shared=True)
-
 
 @pytest.mark.parametrize("degree", DEGREES)
 def test_copy_on_write_retains_fewer_blocks_where_it_can(run_arm: RunArm, degree: int) -> None:
     """Two holders of a quarter each gain much, four next to nothing, eight do not try."""
-    lazy = run_arm(make_spec("lazy", FEW))[f"degree {degree}"]
-    result = run_arm(make_copy_on_write_spec())[f"degree {degree}"]
+    lazy = run_arm(make_our_spec())[f"few {degree}"]
+    result = run_arm(make_our_spec())[f"copy on write {degree}"]
     ratio = retained(result) / retained(lazy)
     assert ratio <= (0.8 if degree == 2 else 1.0), f"{ratio - 1:+.1%}"
     assert max(result["source_references"]) == {1: 1, 2: 2, 4: 4, 8: 1}[degree]
@@ -160,8 +177,8 @@ def test_copy_on_write_changes_no_bit_and_keeps_the_prefix_cache(
     run_arm: RunArm, degree: int
 ) -> None:
     """Shared blocks are only read: their bytes stay, and so do the hits of stock vLLM."""
-    stock = run_arm(make_fitting_spec("off"))[f"degree {degree}"]["waves"]
-    result = run_arm(make_copy_on_write_spec())[f"degree {degree}"]
+    stock = run_arm(make_stock_spec())[f"stock {degree}"]["waves"]
+    result = run_arm(make_our_spec())[f"copy on write {degree}"]
     assert result["num_digests"] >= 10_000
     assert result["changed"] == []
     assert result["free_blocks"] == result["total_blocks"]
@@ -173,6 +190,6 @@ def test_copy_on_write_changes_no_bit_and_keeps_the_prefix_cache(
 @pytest.mark.parametrize("degree", DEGREES)
 def test_copy_on_write_does_not_change_a_token(run_arm: RunArm, degree: int) -> None:
     """Where a token lies is nobody's business, shared or not."""
-    lazy = run_arm(make_spec("lazy", FEW))[f"degree {degree}"]["waves"]
-    ours = run_arm(make_copy_on_write_spec())[f"degree {degree}"]["waves"]
+    lazy = run_arm(make_our_spec())[f"few {degree}"]["waves"]
+    ours = run_arm(make_our_spec())[f"copy on write {degree}"]["waves"]
     assert [wave["tokens"] for wave in lazy] == [wave["tokens"] for wave in ours]

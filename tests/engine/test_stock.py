@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine import test_oracle, test_policies
 from tests.engine.conftest import RunArm
-from tests.engine.workloads import EVICTING, make_prompts, make_workload
+from tests.engine.workloads import NOTHING_EVICTED, on_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -20,45 +21,55 @@ STOCK_CLASSES = {
 }
 
 
-def make_spec(mode: str, dtype: str, eager: bool = True) -> dict[str, Any]:
-    """Greedy, nothing evicted; ``off`` is stock vLLM."""
-    workload = make_workload("none", 48, prompts=make_prompts((130, 250, 333, 411)))
-    if mode == "off":
-        workload["patch"] = None
+def make_spec(mode: str = "off", *, is_tiny: bool = False, **engine: Any) -> dict[str, Any]:
+    """Greedy, nothing evicted; ``off`` is stock vLLM. The tiny model compiles fast."""
     return {
-        "vtoken": {**EVICTING, "policy": "none", "mode": mode},
-        "engine": {"dtype": dtype, "enforce_eager": eager},
-        "workloads": [workload],
+        **(on_tiny_model(**engine) if is_tiny else {"engine": engine}),
+        "vtoken": {"mode": mode, "policy": "none"},
+        "workloads": [{**NOTHING_EVICTED, "patch": None}],
     }
 
 
 def test_mode_off_is_stock_vllm(run_arm: RunArm) -> None:
     """Mode off installs nothing: scheduler, worker, runner and attention are vLLM's own."""
-    assert run_arm(make_spec("off", "float32"))["none"]["classes"] == STOCK_CLASSES
+    assert run_arm(make_spec(dtype="float32"))["none"]["classes"] == STOCK_CLASSES
 
 
 def test_other_modes_install_our_classes(run_arm: RunArm) -> None:
     """A configured mode never silently does nothing."""
-    classes = run_arm(make_spec("naive", "float32"))["none"]["classes"]
+    classes = run_arm(test_oracle.make_fp32_spec())["naive none"]["classes"]
     assert all(name.startswith("vtoken.") for name in classes.values()), classes
 
 
 def test_policy_none_equals_stock_in_fp32(run_arm: RunArm) -> None:
     """The indirection alone changes no greedy token."""
-    stock = run_arm(make_spec("off", "float32"))["none"]
-    ours = run_arm(make_spec("naive", "float32"))["none"]
+    stock = run_arm(make_spec(dtype="float32"))["none"]
+    ours = run_arm(test_oracle.make_fp32_spec())["naive none"]
     assert ours["tokens"] == stock["tokens"]
     assert ours["counters"]["evicted_tokens_total/none"] == 0
 
 
-def test_policy_none_is_as_close_to_stock_as_stock_to_itself_in_bf16(run_arm: RunArm) -> None:
+@pytest.mark.parametrize(
+    "is_tiny",
+    [
+        pytest.param(True, id="tiny model"),
+        pytest.param(False, id="embedded model", marks=pytest.mark.slow),
+    ],
+)
+def test_policy_none_is_as_close_to_stock_as_stock_to_itself_in_bf16(
+    run_arm: RunArm, is_tiny: bool
+) -> None:
     """In bf16 the deviation is of the size of that between stock eager and stock compiled.
 
     Both are rounding noise, and vary by a tenth with the number of threads.
     """
-    stock = run_arm(make_spec("off", "bfloat16"))["none"]
-    compiled = run_arm(make_spec("off", "bfloat16", eager=False))["none"]
-    ours = run_arm(make_spec("naive", "bfloat16"))["none"]
+    options = {"is_tiny": is_tiny, "dtype": "bfloat16"}
+    stock = run_arm(make_spec(**options, enforce_eager=True))["none"]
+    compiled = run_arm(make_spec(**options, enforce_eager=False))["none"]
+    if is_tiny:
+        ours = run_arm(test_policies.make_spec())["naive none"]
+    else:
+        ours = run_arm(make_spec("naive", **options))["none"]
     own = mean_logprob_difference(compiled, stock)
     assert mean_logprob_difference(ours, stock) <= 1.5 * own
 

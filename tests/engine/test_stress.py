@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import RunArm
+from tests.engine.tiny_model import BYTES_PER_TOKEN
+from tests.engine.workloads import on_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -14,7 +16,7 @@ NUM_REQUESTS = 80
 
 
 def make_spec() -> dict[str, Any]:
-    """A pool of about 90 blocks, chunked prefill, prefix cache, everything verified."""
+    """A pool of 90 blocks, chunked prefill, prefix cache, everything verified."""
     stress = {
         "num_requests": NUM_REQUESTS,
         "concurrency": 14,
@@ -23,6 +25,14 @@ def make_spec() -> dict[str, Any]:
         "preempt_ratio": 0.03,
     }
     return {
+        **on_tiny_model(
+            dtype="bfloat16",
+            kv_cache_memory_bytes=90 * 16 * BYTES_PER_TOKEN,
+            max_model_len=1024,
+            max_num_batched_tokens=256,
+            max_num_seqs=16,
+            enable_prefix_caching=True,
+        ),
         "vtoken": {
             "mode": "lazy",
             "policy": "random",
@@ -32,14 +42,6 @@ def make_spec() -> dict[str, Any]:
             "theta_f": 0.1,
             "low_watermark_ratio": 0.8,
             "verify": "full",
-        },
-        "engine": {
-            "dtype": "bfloat16",
-            "kv_cache_memory_bytes": 33_000_000,
-            "max_model_len": 1024,
-            "max_num_batched_tokens": 256,
-            "max_num_seqs": 16,
-            "enable_prefix_caching": True,
         },
         "workloads": [{"name": "stress", "stress": stress}],
     }

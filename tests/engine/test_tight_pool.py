@@ -8,40 +8,43 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import RunArm
-from tests.engine.workloads import make_prompts
+from tests.engine.tiny_model import BYTES_PER_TOKEN
+from tests.engine.workloads import in_mode, make_prompts, on_tiny_model
 
 pytestmark = pytest.mark.engine
 
-BLOCK_BYTES = 16 * 22.5 * 1024
 NUM_BLOCKS = 200
 NUM_REQUESTS = 12
 NUM_PROMPT_TOKENS = 600
 NUM_OUTPUT_TOKENS = 160
 WARM_UP_STEPS = 16
+MODES = ("naive", "lazy")
 
 
-def make_spec(mode: str) -> dict[str, Any]:
-    """About 200 blocks of 16 tokens; 12 requests of 600 + 160 tokens; budget 256, random."""
+def make_spec() -> dict[str, Any]:
+    """200 blocks of 16 tokens; 12 requests of 600 + 160 tokens; budget 256, random; both modes."""
     workload = {
         "name": "pressure",
         "prompts": make_prompts((NUM_PROMPT_TOKENS,) * NUM_REQUESTS, step=41),
         "max_tokens": NUM_OUTPUT_TOKENS,
     }
     return {
+        **on_tiny_model(dtype="bfloat16", kv_cache_memory_bytes=NUM_BLOCKS * 16 * BYTES_PER_TOKEN),
         "vtoken": {
-            "mode": mode,
+            "mode": "naive",
             "policy": "random",
             "budget_tokens": 256,
             "recent_tokens": 16,
             "evict_interval_tokens": 16,
             "theta_f": 0.2,
         },
-        "engine": {
-            "dtype": "bfloat16",
-            "kv_cache_memory_bytes": int(NUM_BLOCKS * BLOCK_BYTES),
-        },
-        "workloads": [workload],
+        "workloads": [in_mode(mode, workload) for mode in MODES],
     }
+
+
+def both(run_arm: RunArm) -> list[dict[str, Any]]:
+    """The results in mode naive and lazy."""
+    return [run_arm(make_spec())[f"{mode} pressure"] for mode in MODES]
 
 
 def steady(result: dict[str, Any]) -> list[list[float]]:
@@ -52,31 +55,24 @@ def steady(result: dict[str, Any]) -> list[list[float]]:
 
 def test_lazy_keeps_more_requests_running(run_arm: RunArm) -> None:
     """At least 1.8 times as many requests run at once in the steady phase."""
-    naive = run_arm(make_spec("naive"))["pressure"]
-    lazy = run_arm(make_spec("lazy"))["pressure"]
-    running = [median(step[0] for step in steady(r)) for r in (naive, lazy)]
+    running = [median(step[0] for step in steady(r)) for r in both(run_arm)]
     assert running[1] >= 1.8 * running[0], running
 
 
 def test_lazy_retains_fewer_blocks_per_request(run_arm: RunArm) -> None:
     """Blocks per running request are at most 0.55 of naive's."""
-    naive = run_arm(make_spec("naive"))["pressure"]
-    lazy = run_arm(make_spec("lazy"))["pressure"]
-    per_request = [median(step[2] / step[0] for step in steady(r)) for r in (naive, lazy)]
+    per_request = [median(step[2] / step[0] for step in steady(r)) for r in both(run_arm)]
     assert per_request[1] <= 0.55 * per_request[0], per_request
 
 
 def test_lazy_finishes_in_fewer_steps(run_arm: RunArm) -> None:
     """The whole load takes at most 0.75 of naive's engine steps."""
-    naive = run_arm(make_spec("naive"))["pressure"]
-    lazy = run_arm(make_spec("lazy"))["pressure"]
-    steps = [r["counters"]["steps"] for r in (naive, lazy)]
+    steps = [r["counters"]["steps"] for r in both(run_arm)]
     assert steps[1] <= 0.75 * steps[0], steps
 
 
 def test_every_request_finishes_in_full(run_arm: RunArm) -> None:
     """Pressure delays requests, it never shortens or loses one, and no block leaks."""
-    for mode in ("naive", "lazy"):
-        result = run_arm(make_spec(mode))["pressure"]
+    for result in both(run_arm):
         assert [len(tokens) for tokens in result["tokens"]] == [NUM_OUTPUT_TOKENS] * NUM_REQUESTS
         assert result["free_blocks"] == result["total_blocks"]
