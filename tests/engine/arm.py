@@ -136,6 +136,7 @@ class Arm:
             return {"stopped": f"{type(error).__name__}: {error}"}
         self._settle()
         self.scheduler.__dict__.pop("_settle", None)
+        classes = self._classes()
         return {
             "ids": ids,
             "tokens": [list(outputs[i].outputs[0].token_ids) for i in ids],
@@ -148,7 +149,8 @@ class Arm:
             "free_blocks": self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
             "total_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
             "finish_reasons": [outputs[i].outputs[0].finish_reason for i in ids],
-            "classes": self._classes(),
+            "classes": classes[0],
+            "runners": [of_rank["runner"] for of_rank in classes],
             "mode": self.layer.config.mode if self.layer else "off",
             "relocation_disabled": self.layer and self.layer.control.relocation_disabled,
             "receipts": [self._receipt((o or {}).get("vtoken_receipt")) for o in options],
@@ -246,9 +248,10 @@ class Arm:
     def _receipt(self, key: str | None) -> dict[str, Any] | None:
         return self.core.vtoken_call("receipt", {"key": key})["ok"] if key else None
 
-    def _classes(self) -> dict[str, str]:
-        first, *_ = self.core.model_executor.collective_rpc(_worker_classes)
-        return {"scheduler": _path(self.scheduler), **first}
+    def _classes(self) -> list[dict[str, str]]:
+        """Of each worker, with the scheduler's."""
+        workers = self.core.model_executor.collective_rpc(_worker_classes)
+        return [{"scheduler": _path(self.scheduler), **worker} for worker in workers]
 
 
 def _worker_classes(worker: Any) -> dict[str, str]:
@@ -319,6 +322,13 @@ def _mix_up_every_copy() -> None:
         pool.copy = mix_up(pool.copy)
 
 
+def _keep_victims() -> None:
+    """A rank that evicts nobody: its attention goes on reading what the others have forgotten."""
+    from vtoken.integration.vllm.slot_rows import SlotRows
+
+    SlotRows.drop_columns = lambda self, dropped: None
+
+
 def _break_random_policy() -> None:
     """A policy that answers with ranks of nobody, too few and repeated ones in turn."""
     import itertools
@@ -342,9 +352,14 @@ MUTANTS = {
     "no_copy": _skip_every_copy,
     "flaky_copy": _fail_every_third_copy,
     "corrupt_copy": _mix_up_every_copy,
+    "keep_victims": _keep_victims,
     "broken_policy": _break_random_policy,
 }
 
 
+if __name__ == "__mp_main__":  # a worker: it was spawned, and imports this before vLLM
+    from tests.engine.runner_v2 import prepare_worker
+
+    prepare_worker()
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2])

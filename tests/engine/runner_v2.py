@@ -12,6 +12,8 @@ from typing import Any
 def use_runner_v2(*, asynchronous: bool) -> dict[str, Any]:
     """Call before vLLM is imported; the engine must live in this process.
 
+    Its workers may live in others, if the program calls :func:`prepare_worker` in them.
+
     Args:
         asynchronous: schedule one step ahead of the outputs, as on GPUs. vLLM's CPU platform
             turns that off; here it is turned on again behind it.
@@ -37,6 +39,14 @@ def use_runner_v2(*, asynchronous: bool) -> dict[str, Any]:
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
     return {}
+
+
+def prepare_worker() -> None:
+    """Call where a worker's process begins: without the interpreter V2 could not be imported."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.gpu_interp.interpreter import install
+
+        install()
 
 
 def has_gpu() -> bool:
