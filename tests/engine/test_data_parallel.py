@@ -25,7 +25,7 @@ def violated(self, *args):
     except OSError:
         return plan(self, *args)
     from vtoken.errors import InvariantViolationError
-    self._stop_relocation(InvariantViolationError("I2", "injected"))
+    self.control.stop_relocation(InvariantViolationError("I2", "injected"))
     return []
 module.TokenLayer.plan_relocations = violated
 """
