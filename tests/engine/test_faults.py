@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 @pytest.mark.identity
 def test_failed_copies_change_no_bit(run_arm: RunArm) -> None:
     """A failed relocation is rolled back: outputs equal those of naive, and nothing leaks."""
-    results = run_arm(test_identity.make_spec())
+    results = run_arm(test_identity.make_compiled_spec())
     naive, flaky = results["naive random"], results["lazy flaky"]
     assert flaky["counters"]["relocations_total/failed"] >= 5
     assert flaky["counters"]["relocations_total/committed"] >= 5
@@ -36,7 +36,7 @@ def test_failed_urgent_copy_ends_only_its_request(run_arm: RunArm) -> None:
 @pytest.mark.identity
 def test_broken_policy_keeps_every_token(run_arm: RunArm) -> None:
     """A policy that breaks its contract is refused and counted; outputs are those of none."""
-    results = run_arm(test_identity.make_spec())
+    results = run_arm(test_identity.make_compiled_spec())
     broken, unharmed = results["lazy broken"], results["lazy unharmed"]
     assert broken["counters"]["policy_errors_total/random"] >= 4
     assert broken["counters"]["evicted_tokens_total/random"] == 0

@@ -1,6 +1,6 @@
 """With the same evictions, outputs do not depend on where tokens lie.
 
-One engine runs everything in mode naive, then in lazy, at last with faults; another is compiled.
+An engine runs everything in mode naive, then in lazy; a compiled one then has faults, too.
 """
 
 from __future__ import annotations
@@ -29,28 +29,26 @@ BROKEN = make_workload("random", 40, name="broken", fault=["broken_policy", [0]]
 VTOKEN = {**EVICTING, "mode": "naive", "verify": "full"}
 
 
-def make_spec() -> dict[str, Any]:
-    """Both policies, 8 requests, 112 tokens each, in both modes; then nothing evicted, copies that
-    fail, and a policy that breaks its contract."""
+def in_both_modes() -> list[dict[str, Any]]:
+    """Both policies, 8 requests, 112 tokens each."""
     workloads = [make_workload(policy, 112) for policy in POLICIES]
-    return {
-        "vtoken": VTOKEN,
-        "engine": {"dtype": "bfloat16"},
-        "workloads": [
-            *(in_mode("naive", one) for one in workloads),
-            *(in_mode("lazy", one) for one in [*workloads, UNHARMED, FLAKY, BROKEN]),
-        ],
-    }
+    return [in_mode(mode, one) for mode in ("naive", "lazy") for one in workloads]
+
+
+def make_spec() -> dict[str, Any]:
+    """The embedded model, step by step."""
+    return {"vtoken": VTOKEN, "engine": {"dtype": "bfloat16"}, "workloads": in_both_modes()}
 
 
 def make_compiled_spec(*, is_tiny: bool = True) -> dict[str, Any]:
-    """The same without faults; the tiny model compiles fast."""
-    workloads = [make_workload(policy, 112) for policy in POLICIES]
+    """Compiled, which is fast for the tiny model; then nothing is evicted, copies fail, a policy
+    breaks its contract."""
     engine = {"dtype": "bfloat16", "enforce_eager": False}
+    faults = [in_mode("lazy", one) for one in (UNHARMED, FLAKY, BROKEN)]
     return {
         **(on_tiny_model(**engine) if is_tiny else {"engine": engine}),
         "vtoken": VTOKEN,
-        "workloads": [in_mode(mode, one) for mode in ("naive", "lazy") for one in workloads],
+        "workloads": [*in_both_modes(), *faults],
     }
 
 
@@ -94,5 +92,6 @@ def test_lazy_holds_fewer_blocks(run_arm: RunArm) -> None:
 
 def test_all_blocks_return_to_the_pool(run_arm: RunArm) -> None:
     """After the last request every block is free, destinations of late plans included."""
-    for result in run_arm(make_spec()).values():
-        assert result["free_blocks"] == result["total_blocks"]
+    for make in (make_spec, make_compiled_spec):
+        for result in run_arm(make()).values():
+            assert result["free_blocks"] == result["total_blocks"]
