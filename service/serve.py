@@ -21,9 +21,11 @@ from vllm.logger import configure_logging_from_args
 from service import arguments, server, supervisor
 from service.embedded_model import ensure_embedded_model
 from service.errors import StartError
+from service.follow import leave_with_parent
 from service.settings.vllm_variables import trace_endpoint
 from service.start_folder import StartFolder
 from service.start_progress import StartProgress
+from vtoken.integration.vllm.compat.engine_processes import engine_processes_begin_with
 
 
 def run(argv: Sequence[str], folder: StartFolder) -> int:
@@ -82,6 +84,7 @@ async def _start_engine(stack: contextlib.AsyncExitStack, args: Namespace) -> An
     """The engine's client, which ``stack`` shuts down."""
     context = build_async_engine_client_from_engine_args(server.make_engine_args(args))
     try:
-        return await stack.enter_async_context(context)
+        with engine_processes_begin_with(leave_with_parent):
+            return await stack.enter_async_context(context)
     except RuntimeError as error:  # the engine process has printed its own reason
         raise StartError(f"the engine did not start: {error}") from error

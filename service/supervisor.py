@@ -32,12 +32,14 @@ from service import admin_port, api_process, server
 from service.drain import CLOSE_SECONDS, CUT_SECONDS
 from service.endpoint_plugin import config_of, in_words
 from service.errors import StartError
+from service.follow import leave_with_parent
 from service.operations import HURRY_SECONDS
 from service.ready import port_of, ready_text
 from service.settings.http_process import load_service_settings
 from service.shared import Shared, make_shared
 from service.start_folder import StartFolder
 from vtoken.integration.vllm.compat.api_processes import SUPERVISOR, set_api_process
+from vtoken.integration.vllm.compat.engine_processes import engine_processes_begin_with
 
 POLL_SECONDS = 0.2
 
@@ -108,7 +110,10 @@ def _start(
     executor, log_stats = Executor.get_class(config), not engine_args.disable_log_stats
     fleet = Fleet((), ())
     try:
-        with launch_core_engines(config, executor, log_stats, listeners.addresses) as launch:
+        with (
+            engine_processes_begin_with(leave_with_parent),
+            launch_core_engines(config, executor, log_stats, listeners.addresses) as launch,
+        ):
             for part in filter(None, (launch.coordinator, launch.engine_manager)):
                 _stop_at_the_end(stack, part, fleet)
             manager = APIServerProcessManager(

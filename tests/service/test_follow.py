@@ -27,18 +27,27 @@ def leaf(seen: Path) -> None:
     seen.write_text("ended")
 
 
-def parent(pids: Any, seen: Path) -> None:
+def engine(seen: Path) -> None:
+    """Would note a signal and go on; its main thread is busy for ever."""
+    signal.signal(signal.SIGTERM, lambda *_: seen.write_text("signalled"))
+    follow.leave_with_parent()
+    seen.write_text("ready")
+    while True:
+        time.sleep(0.01)
+
+
+def parent(target: Any, pids: Any, seen: Path) -> None:
     """Starts the other and waits for ever."""
-    child = CONTEXT.Process(target=leaf, args=(seen,))
+    child = CONTEXT.Process(target=target, args=(seen,))
     child.start()
     pids.put(child.pid)
     child.join()
 
 
-def test_child_of_a_killed_parent_is_told_until_it_ends(tmp_path: Path) -> None:
-    """Not while the parent lives; SIGKILL leaves it no time to say anything."""
-    pids, seen = CONTEXT.Queue(), tmp_path / "seen"
-    middle = CONTEXT.Process(target=parent, args=(pids, seen))
+def outlive(target: Any, seen: Path) -> str:
+    """What it has noted when it ends, which is after its parent was killed and not before."""
+    pids = CONTEXT.Queue()
+    middle = CONTEXT.Process(target=parent, args=(target, pids, seen))
     middle.start()
     process = psutil.Process(pids.get(timeout=60))
     while not seen.exists() or seen.read_text() != "ready":
@@ -46,5 +55,16 @@ def test_child_of_a_killed_parent_is_told_until_it_ends(tmp_path: Path) -> None:
     assert process.is_running()
     middle.kill()
     middle.join()
-    psutil.wait_procs([process], timeout=60)
-    assert seen.read_text() == "ended"
+    gone, _ = psutil.wait_procs([process], timeout=60)
+    assert gone
+    return seen.read_text()
+
+
+def test_child_of_a_killed_parent_is_told_until_it_ends(tmp_path: Path) -> None:
+    """Not while the parent lives; SIGKILL leaves it no time to say anything."""
+    assert outlive(leaf, tmp_path / "seen") == "ended"
+
+
+def test_engine_of_a_killed_parent_is_gone_at_once(tmp_path: Path) -> None:
+    """It is not asked: it would finish requests whose answers nobody reads."""
+    assert outlive(engine, tmp_path / "seen") == "ready"

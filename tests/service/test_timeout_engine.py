@@ -1,4 +1,7 @@
-"""A real server that gives a request a second: what the client, the engine and operators see."""
+"""A real server that gives a request a second: what the client, the engine and operators see.
+
+The last test kills it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,16 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.otlp import Receiver, attributes
-from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, wait_for, words
+from tests.service.tiny_server import (
+    LASTING_TOKENS,
+    TinyServer,
+    are_gone,
+    body,
+    events,
+    kill,
+    wait_for,
+    words,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -82,3 +94,17 @@ def test_request_out_of_time_is_told_and_freed(
     happened = {event.name: attributes(event) for event in span.events}
     assert happened["vtoken.evictions"]["tokens"] > 0
     assert server.state()["engine"]["steps"] == steps
+
+
+def test_killed_server_leaves_no_process(server: TinyServer) -> None:
+    """SIGKILL, in the middle of a request that the engine would go on with for a minute."""
+    processes = server.descendants()
+    assert server.worker() in processes
+    document = body(words(20), LASTING_TOKENS, stream=True)
+    with httpx.stream("POST", server.url + "/v1/completions", json=document, timeout=60) as answer:
+        next(answer.iter_lines())
+        server.process.kill()
+        try:
+            wait_for(lambda: are_gone(processes), 60)
+        finally:
+            kill(processes)

@@ -5,6 +5,7 @@ Prompts are words ``w3`` … ``w1023``, one token each.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -145,10 +146,18 @@ class TinyServer:
         """Its engine core, worker and helpers."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def named(self, title: str) -> list[psutil.Process]:
+        """Those of its processes that call themselves so."""
+        return [p for p in self.descendants() if title in " ".join(p.cmdline())]
+
     def worker(self) -> psutil.Process:
-        """The process that computes: the engine core's child with the most memory."""
-        core = next(p for p in self.descendants() if "EngineCore" in " ".join(p.cmdline()))
-        return max(core.children(), key=lambda process: process.memory_info().rss)
+        """The process that computes, of the first engine."""
+        return self.workers()[0]
+
+    def workers(self) -> list[psutil.Process]:
+        """Of each engine: the engine core's child with the most memory."""
+        cores = [core.children() for core in self.named("EngineCore")]
+        return [max(found, key=lambda process: process.memory_info().rss) for found in cores]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET."""
@@ -189,6 +198,13 @@ class TinyServer:
             for process in [*self.descendants(), self.process]:
                 process.kill()
         self.process.wait(timeout=30)
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """Whichever are left."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def body(prompt: str, max_tokens: int, **others: Any) -> dict[str, Any]:
