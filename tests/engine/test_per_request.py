@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import RunArm
-from tests.engine.workloads import EVICTING, on_tiny_model
+from tests.engine.workloads import EVICTING, make_workload, on_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -38,8 +38,18 @@ EVICTS = ("service", "h2o", "random", "snapkv", "protect", "foreign")
 REFUSED = ("no policy", "no ratio", "no key")
 
 
+NUM_CORRUPTED_TOKENS = 96
+
+
+def make_corrupted(level: str) -> dict[str, Any]:
+    """For another test: a relocation in every second step or so, with wrong bytes from then on."""
+    patch = {"policy": "random", "mode": "lazy", "evict_interval_tokens": 2, "verify": level}
+    return make_workload("random", NUM_CORRUPTED_TOKENS, name=level, patch=patch)
+
+
 def make_spec() -> dict[str, Any]:
-    """All at once, then one alone: opted out, under policy none, and with both settings."""
+    """All at once, then one alone: opted out, under policy none, and with both settings. At last
+    the engine is broken."""
     alone = {"prompts": [[11, LONG]], "max_tokens": MAX_TOKENS, "logprobs": 5}
     return {
         **on_tiny_model(dtype="bfloat16"),
@@ -56,6 +66,8 @@ def make_spec() -> dict[str, Any]:
             {"name": "none", **alone, "patch": {"policy": "none"}},
             {"name": "own", **alone, "options": [{"vtoken_policy": "h2o"}]},
             {"name": "patched", **alone, "patch": {"policy": "h2o"}},
+            {**make_corrupted("sampled"), "fault": ["corrupt_copy", [0]]},
+            {**make_corrupted("full"), "may_stop": True},
         ],
     }
 

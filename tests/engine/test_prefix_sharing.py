@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.conftest import RunArm
 from tests.engine.tiny_model import BYTES_PER_TOKEN
-from tests.engine.workloads import on_tiny_model
+from tests.engine.workloads import NOTHING_EVICTED, on_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -77,8 +77,9 @@ def fitting(name: str, **options: Any) -> list[dict[str, Any]]:
 
 
 def make_stock_spec() -> dict[str, Any]:
-    """Stock vLLM with blocks of 32 tokens."""
-    return make_spec("off", [*ample("stock"), *fitting("stock")])
+    """Stock vLLM with blocks of 32 tokens; also as it is compared with where nothing is shared."""
+    alone = {**NOTHING_EVICTED, "patch": None}
+    return make_spec("off", [alone, *ample("stock"), *fitting("stock")])
 
 
 def make_our_spec() -> dict[str, Any]:
