@@ -1,121 +1,91 @@
-"""What the runner of GPUs decides before it runs; it runs in tests/engine/test_gpu_path.py."""
+"""The runners of GPUs are thin: what they rely on in vLLM's, generation by generation.
 
-from types import SimpleNamespace
+They run in tests/engine/test_gpu_path.py, on a device that is faked.
+"""
+
+import dataclasses
+import inspect
 
 import pytest
-import torch
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.config.attention import AttentionConfig
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
+from vllm.v1.worker import gpu_input_batch, gpu_model_runner
+from vllm.v1.worker.block_table import BlockTable
+from vllm.v1.worker.gpu import model_runner
 
-from vtoken.config import VTokenConfig
-from vtoken.errors import ConfigError, UnsupportedError
-from vtoken.integration.vllm.attention_gpu_choice import GpuFacts
 from vtoken.integration.vllm.gpu_runner import VTokenGPUModelRunner
-from vtoken.integration.vllm.self_check_steps import StepsCheck
-from vtoken.kv_pages import PagedKV
-from vtoken.paged_pool import PagedPool
+from vtoken.integration.vllm.gpu_runner_v1 import VTokenGPUModelRunnerV1
 
-HOPPER, AMPERE = GpuFacts((9, 0), 3, True), GpuFacts((8, 0), 2, True)
-
-
-class OnMachine(VTokenGPUModelRunner):
-    """On a GPU of which only the facts are known."""
-
-    machine = HOPPER
-
-    def facts(self):
-        return self.machine
-
-
-def make_runner(machine=HOPPER, dtype=torch.bfloat16, backend=None, trtllm=None, score_layers=None):
-    """Without vLLM's constructor, which wants a device."""
-    runner = object.__new__(OnMachine)
-    runner.machine, runner.dtype = machine, dtype
-    runner.model_config = SimpleNamespace(get_head_size=lambda: 128)
-    runner.cache_config = SimpleNamespace(cache_dtype="auto", block_size=16)
-    config = VTokenConfig(mode="lazy", score_layers=score_layers)
-    runner.vllm_config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=backend, use_trtllm_attention=trtllm),
-        additional_config={"vtoken": config.to_dict()},
-    )
-    return runner
-
-
-@pytest.mark.parametrize(
-    ("machine", "dtype", "name"),
-    [
-        (HOPPER, torch.bfloat16, "FLASH_ATTN"),
-        (HOPPER, torch.float32, "TRITON_ATTN"),
-        (AMPERE, torch.float16, "FLASHINFER"),
-    ],
-)
-def test_vllm_is_told_to_take_the_chosen_backend(machine, dtype, name):
-    """It would prefer FlashAttention 2 on Ampere, which cannot read pages of one token."""
-    runner = make_runner(machine, dtype)
-    found, path = runner.live_attention()
-    assert found == name
-    assert path.startswith("vtoken.integration.vllm.attention_gpu_")
-    attention = runner.vllm_config.attention_config
-    assert attention.backend is AttentionBackendEnum[name]
-    assert attention.use_trtllm_attention is (False if name == "FLASHINFER" else None)
+V1, V2 = gpu_model_runner.GPUModelRunner, model_runner.GPUModelRunner
+OURS = {V1: VTokenGPUModelRunnerV1, V2: VTokenGPUModelRunner}
+OVERRIDDEN = {
+    V1: {
+        "__init__": ["vllm_config", "device"],
+        "load_model": ["load_dummy_weights", "model"],
+        "initialize_kv_cache": ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"],
+        "execute_model": ["scheduler_output", "intermediate_tensors"],
+        "sample_tokens": ["grammar_output"],
+        "_update_states": ["scheduler_output"],
+        "_prepare_inputs": ["scheduler_output", "num_scheduled_tokens"],
+        "shutdown": [],
+    },
+    V2: {
+        "__init__": ["vllm_config", "device"],
+        "load_model": ["load_dummy_weights", "args", "model", "kwargs"],
+        "initialize_kv_cache": ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"],
+        "execute_model": [
+            "scheduler_output",
+            "intermediate_tensors",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "is_profile",
+            "context_len",
+            "valid_dummy_state_slots",
+            "randomize_inputs",
+        ],
+        "sample_tokens": ["grammar_output"],
+        "finish_requests": ["scheduler_output"],
+        "update_requests": ["scheduler_output"],
+        "prepare_attn": ["input_batch"],
+        "shutdown": [],
+    },
+}
+SHAPES = [(of, name) for of, names in OVERRIDDEN.items() for name in names]
 
 
-def test_a_backend_that_the_user_named_is_taken_or_refused():
-    """Never replaced."""
-    asked = AttentionBackendEnum.TRITON_ATTN
-    assert make_runner(backend=asked).live_attention()[0] == "TRITON_ATTN"
-    with pytest.raises(UnsupportedError, match="FlashAttention 2"):
-        make_runner(AMPERE, backend=AttentionBackendEnum.FLASH_ATTN).live_attention()
+@pytest.mark.parametrize(("of", "name"), SHAPES)
+def test_vllms_methods_have_the_shape_that_was_read(of, name):
+    """What we override or call: another shape means that its meaning must be read again."""
+    found = list(inspect.signature(getattr(of, name)).parameters)[1:]
+    assert found == OVERRIDDEN[of][name]
 
 
-def test_tensorrt_kernels_that_the_user_asked_for_are_refused():
-    """They read larger pages."""
-    with pytest.raises(UnsupportedError, match="use_trtllm_attention=true"):
-        make_runner(AMPERE, trtllm=True).live_attention()
+@pytest.mark.parametrize("of", OURS)
+def test_every_method_of_vllm_that_we_override_is_listed(of):
+    """Nothing is overridden by accident, and nothing goes unread."""
+    ours = [cls for cls in OURS[of].__mro__ if cls.__module__.startswith("vtoken.")]
+    names = {name for cls in ours for name, of in vars(cls).items() if inspect.isfunction(of)}
+    assert {name for name in names if hasattr(of, name)} <= set(OVERRIDDEN[of])
 
 
-def make_sized(score_layers=None):
-    """Eight requests of up to 100 tokens, 64 tokens a step, 6 layers of 4 heads of 128."""
-    runner = make_runner(score_layers=score_layers)
-    impl = SimpleNamespace(num_heads=4, head_size=128)
-    names = [f"model.layers.{i}.attn" for i in range(6)]
-    layers = {name: SimpleNamespace(impl=impl) for name in names}
-    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
-    runner.get_kv_cache_spec = lambda: dict.fromkeys(names)
-    runner.max_num_tokens, runner.max_num_reqs, runner.max_model_len = 64, 8, 100
-    return runner
+@pytest.mark.parametrize("of", OURS)
+def test_a_generation_adds_nothing_but_its_hooks(of):
+    """What is decided for GPUs is decided once, before vLLM's runner is asked."""
+    first, layer, base, hooks, *_ = OURS[of].__mro__
+    assert not [name for name, of in vars(first).items() if inspect.isfunction(of)]
+    assert [cls.__name__ for cls in (layer, base)] == ["GpuTokenLayer", "TokenLayerRunner"]
+    assert hooks.__module__.startswith("vtoken.integration.vllm.compat.runner_v")
 
 
-@pytest.mark.parametrize(("score_layers", "sampled"), [(None, 4), ((0, 5), 2)])
-def test_buffers_are_two_tables_and_the_queries_of_sampled_layers(score_layers, sampled):
-    """In bytes, before any of them exists."""
-    tables, query = 2 * 8 * (100 + 32) * 4, 64 * 4 * 128 * 2
-    assert make_sized(score_layers).buffer_bytes() == tables + sampled * query
-
-
-def test_sampled_layers_must_exist():
-    """Named with the number of layers."""
-    with pytest.raises(ConfigError, match="0 … 5"):
-        make_sized((6,)).buffer_bytes()
-
-
-def make_steps(num_slots=512, **limits):
-    """The check of whole steps over a pool of one layer."""
-    pool = PagedPool([PagedKV.from_cache(torch.zeros(num_slots, 1, 1, 8))])
-    defaults = {"max_num_reqs": 8, "max_num_tokens": 512, "max_model_len": 512}
-    cache = SimpleNamespace(block_size=16)
-    return StepsCheck(SimpleNamespace(cache_config=cache, **defaults | limits), pool)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"num_slots": 160}, "a KV cache of 160 tokens is too small"),
-        ({"max_model_len": 40}, "max_model_len=40"),
-        ({"max_num_tokens": 32}, "max_num_batched_tokens=32"),
-    ],
-)
-def test_an_engine_that_is_too_small_to_be_checked_is_refused(sizes, reason):
-    """Rather than served unchecked."""
-    make_steps()
-    with pytest.raises(UnsupportedError, match=reason):
-        make_steps(**sizes)
+def test_what_is_read_of_vllm_is_there():
+    """Fields of its plain data, and buffers of V1's batch."""
+    assert {"input_batch", "hidden_states"} <= set(model_runner.ExecuteModelState._fields)
+    assert "hidden_states" in gpu_model_runner.ExecuteModelState._fields
+    assert {"req_ids", "num_reqs"} <= set(dir(gpu_input_batch.InputBatch))
+    assert "self.slot_mapping = self._make_buffer" in inspect.getsource(BlockTable.__init__)
+    for of, wanted in {
+        AttentionConfig: {"backend", "backend_per_kind", "use_trtllm_attention"},
+        NewRequestData: {"prefill_token_ids", "block_ids", "num_computed_tokens"},
+        CachedRequestData: {"num_computed_tokens", "num_output_tokens", "new_block_ids"},
+    }.items():
+        assert wanted <= {field.name for field in dataclasses.fields(of)}

@@ -1,22 +1,21 @@
 """The worker of GPUs: memory that it keeps back, checks that it makes, names that it relies on.
 
-The worker and its runner run in tests/engine/test_gpu_path.py, on a device that is faked.
+The worker and its runners run in tests/engine/test_gpu_path.py, on a device that is faked.
 """
 
-import dataclasses
 import inspect
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
-from vllm.config.attention import AttentionConfig
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData
-from vllm.v1.worker.gpu.model_runner import ExecuteModelState, GPUModelRunner
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
 from vtoken.device_check import Finding
 from vtoken.errors import UnsupportedError
 from vtoken.integration.vllm import gpu_worker, plugin
-from vtoken.integration.vllm.gpu_runner import VTokenGPUModelRunner
+from vtoken.integration.vllm.gpu_layer import GpuTokenLayer
 
 RIGHT, WRONG = Finding("copies", 0.0), Finding("reads", 2.0, 0.05)
 
@@ -86,63 +85,30 @@ def test_a_failed_check_refuses_to_start(what, caplog):
 
 
 OVERRIDDEN = [
-    (Worker, "determine_available_memory", []),
-    (Worker, "initialize_from_config", ["kv_cache_config"]),
-    (Worker, "compile_or_warm_up_model", []),
-    (Worker, "_make_model_runner", []),
-    (GPUModelRunner, "__init__", ["vllm_config", "device"]),
-    (GPUModelRunner, "load_model", ["load_dummy_weights", "args", "model", "kwargs"]),
-    (
-        GPUModelRunner,
-        "initialize_kv_cache",
-        ["kv_cache_config", "is_profiling", "kv_cache_allocation_context"],
-    ),
-    (
-        GPUModelRunner,
-        "execute_model",
-        [
-            "scheduler_output",
-            "intermediate_tensors",
-            "dummy_run",
-            "skip_attn_for_dummy_run",
-            "is_profile",
-            "context_len",
-            "valid_dummy_state_slots",
-            "randomize_inputs",
-        ],
-    ),
-    (GPUModelRunner, "sample_tokens", ["grammar_output"]),
-    (GPUModelRunner, "finish_requests", ["scheduler_output"]),
-    (GPUModelRunner, "update_requests", ["scheduler_output"]),
-    (GPUModelRunner, "prepare_attn", ["input_batch"]),
-    (GPUModelRunner, "shutdown", []),
+    ("determine_available_memory", []),
+    ("initialize_from_config", ["kv_cache_config"]),
+    ("compile_or_warm_up_model", []),
+    ("_make_model_runner", []),
 ]
 
 
-@pytest.mark.parametrize(("of", "name", "parameters"), OVERRIDDEN)
-def test_vllms_methods_have_the_shape_that_was_read(of, name, parameters):
+@pytest.mark.parametrize(("name", "parameters"), OVERRIDDEN)
+def test_vllms_methods_have_the_shape_that_was_read(name, parameters):
     """What we override or call: another shape means that its meaning must be read again."""
-    found = list(inspect.signature(getattr(of, name)).parameters)[1:]
-    assert found == parameters
+    assert list(inspect.signature(getattr(Worker, name)).parameters)[1:] == parameters
 
 
-def test_every_method_of_vllm_that_we_override_is_listed():
-    """Nothing is overridden by accident, and nothing goes unread."""
-    ours = [cls for cls in VTokenGPUModelRunner.__mro__ if cls.__module__.startswith("vtoken.")]
-    names = {name for cls in ours for name, of in vars(cls).items() if inspect.isfunction(of)}
-    listed = {name for of, name, _ in OVERRIDDEN if of is GPUModelRunner}
-    assert {name for name in names if hasattr(GPUModelRunner, name)} <= listed
-
-
-def test_what_the_checks_read_of_vllm_is_there():
-    """Fields of its plain data."""
-    assert {"input_batch", "hidden_states"} <= set(ExecuteModelState._fields)
-    for of, wanted in {
-        AttentionConfig: {"backend", "backend_per_kind", "use_trtllm_attention"},
-        NewRequestData: {"prefill_token_ids", "block_ids", "num_computed_tokens"},
-        CachedRequestData: {"num_computed_tokens", "num_output_tokens", "new_block_ids"},
-    }.items():
-        assert wanted <= {field.name for field in dataclasses.fields(of)}
+@pytest.mark.parametrize("is_v2", [True, False])
+def test_the_runner_is_of_the_generation_that_vllm_chose(is_v2):
+    """By the setting of vLLM that decides which of its own it would take."""
+    worker = object.__new__(gpu_worker.VTokenGPUWorker)
+    worker.use_v2_model_runner = is_v2
+    worker.vllm_config = worker.device = None
+    made = gpu_worker.gpu_runner_class(is_v2)
+    assert issubclass(made, RunnerV2 if is_v2 else RunnerV1)
+    assert issubclass(made, GpuTokenLayer)
+    with mock.patch.object(made, "__init__", return_value=None):
+        assert type(worker._make_model_runner()) is made
 
 
 @pytest.mark.parametrize(("is_cuda", "path"), [(True, "gpu_worker"), (False, "worker")])

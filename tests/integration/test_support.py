@@ -102,19 +102,19 @@ def on(monkeypatch, kind):
     monkeypatch.setattr(support, "current_platform", platform)
 
 
+@pytest.mark.parametrize("is_v2", [True, False])
 @pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"])
-def test_cuda_is_served_by_the_newer_runner(monkeypatch, dtype):
+def test_cuda_is_served_by_both_runners(monkeypatch, dtype, is_v2):
     """With the caches that its kernels were proven with; whether this GPU has them is the
     worker's question."""
     on(monkeypatch, "cuda")
     cache = SimpleNamespace(cache_dtype=dtype)
-    check_supported(make_config(use_v2_model_runner=True, cache_config=cache))
+    check_supported(make_config(use_v2_model_runner=is_v2, cache_config=cache))
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"use_v2_model_runner": False}, "Model Runner V1 on CUDA"),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8_e5m2")}, "kv_cache_dtype='fp8_e5m2'"),
         ({"model": {"enable_sleep_mode": True}}, "sleep mode"),
         (

@@ -1,11 +1,13 @@
-"""The worker core over a CPU's cache, as both generations of our CPU runners make it."""
+"""What our CPU runners of both generations share: the worker core over a CPU's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vtoken.copy_engine.cpu import CpuCopyEngine
 from vtoken.errors import UnsupportedError
@@ -25,35 +27,42 @@ BACKEND = (
 
 
 class CpuTokenLayer(TokenLayerRunner):
-    """Mixed into a CPU runner, before its hooks."""
+    """Mixed into a CPU runner, before the hooks of its generation.
+
+    Attributes:
+        rows_class: V1's write slots have arrived when we see them; nobody waits for V2's.
+    """
+
+    rows_class: ClassVar[type[SlotRows]]
+    max_num_reqs: int
+    max_model_len: int
 
     def live_attention(self) -> tuple[str, str]:
         """See :meth:`TokenLayerRunner.live_attention`."""
         return BACKEND
 
-    def make_core(
-        self, rows: SlotRows, layers: Mapping[str, SplitKV], builders: list[Any]
-    ) -> WorkerCore:
-        """The worker core over a cache that exists now.
-
-        Args:
-            rows: empty.
-            layers: views of the cache by layer name, in the order of the model.
-            builders: that make the attention's metadata.
-
-        Raises:
-            UnsupportedError: a builder is not ours.
-            ConfigError: a layer of ``score_layers`` does not exist.
-        """
-        for builder in builders:
+    def build_core(self, kv_cache_config: Any) -> WorkerCore:
+        """See :meth:`TokenLayerRunner.build_core`."""
+        for builder in self.metadata_builders():
             if not isinstance(builder, LiveCPUMetadataBuilder):
                 raise UnsupportedError(
                     f"vToken cannot read live tokens through {type(builder).__name__}"
                 )
+        layers = live_views(self.layer_caches(kv_cache_config))
         check_score_layers(vtoken_config(self.vllm_config), len(layers))
+        geometry = next(iter(layers.values())).geometry
+        rows = self.rows_class(self.max_num_reqs, self.max_model_len, geometry, self.device)
         pool, ranks = KVPool(list(layers.values())), other_ranks()
         observer = Observer(rows, layers, ranks)
         return WorkerCore(rows, CpuCopyEngine(pool), pool, observer, ranks)
+
+    def inputs_prepared(
+        self, req_ids: list[str], num_new: NDArray[np.int32], write_slots: torch.Tensor
+    ) -> None:
+        """Append the step's tokens and hand the batch's rows to the attention."""
+        live, _ = self.append_rows(req_ids, num_new, write_slots)
+        for builder in self.metadata_builders():
+            builder.set_live_rows(live, self.core.layer_observer)
 
 
 def live_views(caches: Mapping[str, torch.Tensor]) -> dict[str, SplitKV]:

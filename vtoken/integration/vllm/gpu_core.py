@@ -1,6 +1,6 @@
 """The worker core over a GPU's cache: one-token pages, the CUDA copy engine, live tables.
 
-The parts of :mod:`gpu_runner`, which makes its core here once the cache exists.
+The parts of :mod:`gpu_layer`, which makes its core here once the cache exists.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class GpuTokenLayerWorker:
-    """Mixed into a worker of vLLM whose runner is :class:`gpu_runner.VTokenGPUModelRunner`.
+    """Mixed into a worker of vLLM whose runner is a :class:`gpu_layer.GpuTokenLayer`.
 
     Attributes:
         findings: of the checks at start.
@@ -84,7 +84,16 @@ class VTokenGPUWorker(GpuTokenLayerWorker, HookedGPUWorker):
     """vLLM's GPU worker, with our runner."""
 
     def make_runner(self) -> Any:
-        """See :class:`HookedGPUWorker`."""
+        """See :class:`HookedGPUWorker`: of the generation that vLLM chose."""
+        return gpu_runner_class(self.use_v2_model_runner)(self.vllm_config, self.device)
+
+
+def gpu_runner_class(is_v2: bool) -> Any:
+    """Our GPU runner of a generation; importing V2's needs Triton."""
+    if is_v2:
         from vtoken.integration.vllm.gpu_runner import VTokenGPUModelRunner
 
-        return VTokenGPUModelRunner(self.vllm_config, self.device)
+        return VTokenGPUModelRunner
+    from vtoken.integration.vllm.gpu_runner_v1 import VTokenGPUModelRunnerV1
+
+    return VTokenGPUModelRunnerV1

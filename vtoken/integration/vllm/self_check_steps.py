@@ -232,10 +232,10 @@ class StepsCheck:
         setattr(step, ATTRIBUTE, message)
         runner = self._runner
         runner.execute_model(step)
-        state = runner.execute_model_state
-        hidden = state.hidden_states[: num_tokens * len(requests)].float().clone()
+        states, req_ids = runner.last_forward()
+        hidden = states[: num_tokens * len(requests)].float().clone()
         # vLLM may have sorted the batch; all requests have equally many tokens.
-        order = [state.input_batch.req_ids.index(request.req_id) for request in requests]
+        order = [req_ids.index(request.req_id) for request in requests]
         runner.sample_tokens(None)
         return hidden.view(len(requests), num_tokens, -1)[order].flatten(0, 1)
 

@@ -119,8 +119,6 @@ def _platform_reasons(config: VllmConfig) -> Iterator[str]:
         yield f"platform {current_platform.device_name}: only CPUs and CUDA are supported"
         return
     # What depends on the GPU itself is decided by attention_gpu_choice, in the worker.
-    if not config.use_v2_model_runner:
-        yield "Model Runner V1 on CUDA (VLLM_USE_V2_MODEL_RUNNER=0), which vLLM deprecates"
     if dtype not in KV_CACHE_DTYPES:
         yield f"kv_cache_dtype={dtype!r} is not proven on GPUs, only {', '.join(KV_CACHE_DTYPES)}"
     if config.model_config.enable_sleep_mode:
