@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from vtoken.errors import ConfigError
 
 OUR_PLUGINS: tuple[str, ...] = ("vtoken", "vtoken_http")
 _PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept. Longer than clients and load balancers keep theirs (5 s,
@@ -33,14 +34,11 @@ def vllm_environment() -> dict[str, str]:
     if (dev_mode := os.environ.get("VLLM_SERVER_DEV_MODE", "0")).strip() not in ("", "0"):
         rule = "must be 0 or unset: developer routes are not served"
         raise ConfigError("VLLM_SERVER_DEV_MODE", dev_mode, rule)
-    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
-        rule = "must be 0 or unset: served on CPUs, where V2 needs a Triton that compiles for them"
-        raise ConfigError("VLLM_USE_V2_MODEL_RUNNER", os.environ["VLLM_USE_V2_MODEL_RUNNER"], rule)
     listed = os.environ.get("VLLM_PLUGINS")
     theirs = _installed_plugins() if listed is None else listed.split(",")
     return {
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*filter(None, theirs), *OUR_PLUGINS])),
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        **_model_runner(),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": os.environ.get(
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_SECONDS)
@@ -73,6 +71,27 @@ def trace_endpoint() -> str | None:
     if base and _trace_protocol().startswith("http"):
         return base.rstrip("/") + "/v1/traces"
     return base or None
+
+
+def _model_runner() -> dict[str, str]:
+    """The generation of model runners: V1 on CPUs; elsewhere as the user or vLLM says."""
+    asked = os.environ.get(_RUNNER)
+    if not _is_for_cpus():
+        return {} if asked is None else {_RUNNER: asked}
+    if asked not in (None, "0"):
+        rule = "must be 0 or unset on CPUs, where V2 needs a Triton that compiles for them"
+        raise ConfigError(_RUNNER, asked, rule)
+    return {_RUNNER: "0"}
+
+
+def _is_for_cpus() -> bool:
+    """What vLLM was built for, as it tells by its package before it can be imported."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        return True
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # the package for CPUs has a name of its own
 
 
 def _trace_protocol() -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 
+from service.settings import vllm_variables
 from service.settings.vllm_variables import vllm_environment
 from vtoken.errors import ConfigError
 
@@ -47,3 +50,38 @@ def test_environment_that_cannot_be_served_is_refused(monkeypatch, variable, val
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=variable):
         vllm_environment()
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@pytest.mark.parametrize("built", ["0.32.0+cpu", None])
+def test_cpus_get_the_v1_runner(monkeypatch, built):
+    """Whichever of its two names the package has."""
+    monkeypatch.delenv(RUNNER, raising=False)
+    monkeypatch.setattr(vllm_variables, "version", built_as(built))
+    assert vllm_environment()[RUNNER] == "0"
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_gpus_get_the_runner_that_vllm_or_the_user_chooses(monkeypatch, asked):
+    """vLLM prefers V2 there, unless a variable says otherwise."""
+    monkeypatch.delenv(RUNNER, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(RUNNER, asked)
+    monkeypatch.setattr(vllm_variables, "version", built_as("0.32.0"))
+    assert vllm_environment().get(RUNNER) == asked
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    monkeypatch.setenv(RUNNER, "0")
+    assert vllm_environment()[RUNNER] == "0"
+
+
+def built_as(version):
+    """Of the package ``vllm``, which may not be there."""
+
+    def found(name):
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    return found
