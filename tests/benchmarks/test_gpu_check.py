@@ -34,7 +34,7 @@ from benchmarks.gpu_check.machine import SMALL, Machine
 from benchmarks.gpu_check.report import Row, document, failed, table, wrong
 from benchmarks.gpu_check.scores import check_scores
 from benchmarks.gpu_check.tables import check_tables
-from tests.engine.runner_v2 import use_runner_v2
+from tests.engine import runner_v2 as runners
 from vtoken.copy_engine.cuda import CudaCopyEngine
 from vtoken.gpu_scores.mass import mass_by_index
 from vtoken.kv_pages import PagedKV
@@ -256,27 +256,84 @@ def test_engine_tests_are_left_out_with_the_reason(monkeypatch):
 )
 def test_pytests_summary_becomes_a_row(returncode, output, value, ok, note):
     """With the reason of a failure: a worker that refused its device says why."""
-    row = engine_tests.verdict(returncode, output)
-    assert (row.value, row.ok, row.note) == (value, ok, note)
+    row = engine_tests.verdict("v1: identity", returncode, output)
+    assert (row.name, row.value, row.ok, row.note) == ("v1: identity", value, ok, note)
+
+
+def run_parts(monkeypatch, pytest_run, seconds=1000):
+    """The section's rows where there is a GPU, with pytest replaced."""
+    monkeypatch.setattr(engine_tests, "why_not", lambda: None)
+    monkeypatch.setattr(subprocess, "run", pytest_run)
+    return list(engine_tests.run_engine_tests(seconds))
+
+
+def test_both_runners_run_the_same_files(monkeypatch):
+    """In turns, so that neither is left out when time runs short; at last both in one."""
+    asked = []
+
+    def run(command, env, **kwargs):
+        asked.append((command[-1], env[engine_tests.SWITCH]))
+        return subprocess.CompletedProcess(command, 0, "=== 3 passed in 2s ===")
+
+    rows = run_parts(monkeypatch, run)
+    assert all(row.ok for row in rows)
+    assert len({row.name for row in rows}) == len(rows) == len(asked)
+    *by_runner, both = asked
+    for runner in engine_tests.RUNNERS:
+        files = [path for path, switch in by_runner if switch == runner]
+        assert files == [path for path, _ in by_runner[::2]]
+    assert both == (
+        "tests/engine/test_runner_v2.py::test_both_runners_agree_token_for_token",
+        "",
+    )
+
+
+def test_a_part_that_fails_does_not_end_the_others(monkeypatch):
+    """Each has a verdict of its own."""
+
+    def run(command, env, **kwargs):
+        failed = env[engine_tests.SWITCH] == "v1"
+        summary = "=== 1 failed in 2s ===" if failed else "=== 1 passed in 2s ==="
+        return subprocess.CompletedProcess(command, int(failed), summary)
+
+    rows = run_parts(monkeypatch, run)
+    assert [row.ok for row in rows[:4]] == [True, False, True, False]
+    assert len(rows) == len(engine_tests.PARTS)
 
 
 def test_engine_tests_that_take_too_long_are_unfinished(monkeypatch):
-    """Not a failure: the check has eight minutes."""
-    monkeypatch.setattr(engine_tests, "why_not", lambda: None)
+    """Not a failure: the check has eight minutes. What to type instead is said."""
 
     def run(*args, timeout, **kwargs):
         raise subprocess.TimeoutExpired("pytest", timeout)
 
-    monkeypatch.setattr(subprocess, "run", run)
-    (row,) = engine_tests.run_engine_tests(30)
+    row, *_ = run_parts(monkeypatch, run)
     assert (row.value, row.ok) == ("unfinished", None)
+    assert "VTOKEN_TEST_RUNNER=v2 python -m pytest tests/engine/test_runner_v2.py" in row.note
 
 
-def test_the_engine_tests_take_the_real_device_where_there_is_one(monkeypatch):
-    """Then no interpreter is installed and vLLM schedules as it is told."""
-    assert (ROOT / engine_tests.TESTS).is_file()
-    monkeypatch.setattr(os, "environ", {})
+def test_without_time_nothing_is_started(monkeypatch):
+    """An engine could not even start."""
+    rows = run_parts(monkeypatch, None, seconds=5)
+    assert {(row.value, row.ok) for row in rows} == {("left out", None)}
+
+
+@pytest.mark.parametrize("part", engine_tests.PARTS, ids=lambda part: part.name)
+def test_the_parts_are_there(part):
+    """Files of engine tests, and the test that is named."""
+    path, _, test = part.path.partition("::")
+    text = (ROOT / path).read_text()
+    assert "pytest.mark.engine" in text
+    assert f"def {test}" in text
+
+
+@pytest.mark.parametrize("runner", engine_tests.RUNNERS)
+def test_the_switch_takes_a_runner_of_the_real_device(monkeypatch, runner):
+    """Where there is one: then no interpreter is installed, and vLLM schedules as it is told."""
+    monkeypatch.setattr(os, "environ", {runners.SWITCH: runner})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert use_runner_v2(asynchronous=False) == {"async_scheduling": False}
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    spec = {"runner": "v2", "async": False, "engine": {"dtype": "float32"}}
+    assert runners.SWITCH == engine_tests.SWITCH
+    assert runners.use_runner(spec) == {"async_scheduling": False}
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == {"v2": "1", "v1": "0"}[runner]
     assert "TRITON_INTERPRET" not in os.environ

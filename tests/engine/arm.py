@@ -31,7 +31,7 @@ def main(spec_path: str, result_path: str) -> None:
 
 
 def prepare_environment(spec: dict[str, Any]) -> None:
-    """One process, V1 runner, nothing from the network; before vLLM and torch are imported."""
+    """One process, the runner of the spec, no network; before vLLM and torch are imported."""
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_USE_V2_MODEL_RUNNER="0",
@@ -41,11 +41,9 @@ def prepare_environment(spec: dict[str, Any]) -> None:
         VLLM_PLUGINS="vtoken",
         **spec.get("environment", {}),
     )
-    if spec.get("runner") == "v2":
-        from tests.engine.runner_v2 import use_runner_v2
+    from tests.engine.runner_v2 import use_runner
 
-        further = use_runner_v2(asynchronous=spec.get("async", True))
-        spec["engine"] = {**spec.get("engine", {}), **further}
+    spec["engine"] = {**spec.get("engine", {}), **use_runner(spec)}
 
 
 class Arm:

@@ -3,6 +3,7 @@ ahead of the outputs."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.engine import test_stress, test_tensor_parallel
 from tests.engine.conftest import RunArm
 from tests.engine.oracle import DenseOracle, lives_of
-from tests.engine.runner_v2 import has_gpu
+from tests.engine.runner_v2 import SWITCH, has_gpu, runner_of
 from tests.engine.tiny_model import BYTES_PER_TOKEN, ENVIRONMENT
 from tests.engine.workloads import in_mode, make_prompts, make_workload, outcome
 
@@ -21,8 +22,13 @@ MAX_LOGPROB_ERROR = 2e-3
 NO_COPY = "moves without copies"
 STOPPED = "ends with a token"
 NUM_BLOCKS = 66
+RUNNERS = {
+    "v1": "gpu_runner_v1.VTokenGPUModelRunnerV1",
+    "v2": "gpu_runner.VTokenGPUModelRunner",
+}
+"""On GPUs, where a switch may ask for the other generation."""
 RUNNER = "vtoken.integration.vllm." + (
-    "gpu_runner.VTokenGPUModelRunner" if has_gpu() else "model_runner_v2.VTokenCPUModelRunnerV2"
+    RUNNERS[runner_of({"runner": "v2"})] if has_gpu() else "model_runner_v2.VTokenCPUModelRunnerV2"
 )
 SCHEDULERS = {
     True: "vtoken.integration.vllm.scheduler.VTokenAsyncScheduler",
@@ -114,7 +120,7 @@ def assert_exact(oracle: DenseOracle, result: dict[str, Any]) -> None:
     assert verdict.num_mismatches_without_mask > 20, "the evictions must matter"
 
 
-@pytest.mark.skipif(has_gpu(), reason="V1 is refused on GPUs")
+@pytest.mark.skipif(bool(os.environ.get(SWITCH)), reason="all engines have one runner")
 @pytest.mark.parametrize("policy", test_tensor_parallel.POLICIES)
 def test_both_runners_agree_token_for_token(run_arm: RunArm, policy: str) -> None:
     """Without a step of delay V2 takes V1's decisions: victims, tokens, relocations."""
