@@ -1,7 +1,12 @@
-"""Two engines behind one server: a policy for both, and the numbers of each."""
+"""Two engines behind one server of two API processes: a policy for both, the numbers of each.
+
+Tests run in order, and the last one kills an API process.
+"""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,8 +14,18 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.service.doors import NAMES, OPEN, Doors, scrape, total
 from tests.service.faults import inject
-from tests.service.tiny_server import ADMIN_KEY, TinyServer, body, wait_for, words
+from tests.service.tiny_server import (
+    ADMIN_KEY,
+    LASTING_TOKENS,
+    TinyServer,
+    are_gone,
+    body,
+    events,
+    wait_for,
+    words,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +56,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     server = TinyServer(
         folder,
         *("--data-parallel-size", "2"),
+        *("--api-server-count", "2"),
         VTOKEN_METRICS_POLL_SECONDS="0.2",
+        **OPEN,
         **inject(folder, "vtoken.token_layer", code),
     )
     server.violation = folder / "violated"  # type: ignore[attr-defined]
@@ -144,3 +161,118 @@ def test_if_match_where_the_engines_differ(server: TinyServer) -> None:
     assert (after["version"], "engines" in after) == (before + 2, False)
     assert server.state()["relocation_disabled"] is None
     assert policy(server, {"theta_f": 0.2}, if_match=before + 2).status_code == 200
+
+
+def test_both_processes_stand_before_both_engines(server: TinyServer) -> None:
+    """A change through one is in force for the other, on each engine; metrics are the same."""
+    with Doors(server) as doors:
+        first, second = doors
+        start = second.get("/admin/policy", headers=ADMIN).json()
+        changed = first.patch("/admin/policy", json={"sink_tokens": 40}, headers=ADMIN)
+        version = changed.raise_for_status().json()["version"]
+        assert second.get("/admin/policy", headers=ADMIN).json()["version"] == version
+        too_small = body(words(20), 2, vllm_xargs={"vtoken_budget_tokens": 48})
+        for door in doors:
+            assert door.post("/v1/completions", json=too_small).status_code == 400
+            wait_for(lambda door=door: versions(door) == {"0": str(version), "1": str(version)}, 60)
+        back = second.post("/admin/policy/rollback", headers=ADMIN).raise_for_status().json()
+        assert back["document"] == start["document"]
+        assert first.get("/admin/policy", headers=ADMIN).json()["version"] == back["version"]
+        for door in doors:
+            state = door.get("/admin/state", headers=ADMIN).json()
+            assert len(state["engines"]) == 2
+            samples = scrape(door)
+            for engine, part in enumerate(state["engines"]):
+                blocks = total(samples, "vtoken_total_blocks", engine=str(engine))
+                assert blocks == part["pool"]["total_blocks"]
+
+
+def versions(door: httpx.Client) -> dict[str, str]:
+    """Of each engine's policy document, on ``/metrics``."""
+    shown = map(dict, scrape(door)["vtoken_policy_info"])
+    return {labels["engine"]: labels["version"] for labels in shown}
+
+
+class Reading:
+    """A stream that is read in the background until its end, or until it is enough."""
+
+    def __init__(self, client: httpx.Client, max_tokens: int) -> None:
+        self.num_events = self.usage = 0
+        self.is_enough = False
+        self.error: Exception | None = None
+        self._client, self._max_tokens = client, max_tokens
+        self.begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        options = {"include_usage": True}
+        document = body(words(60), self._max_tokens, stream=True, stream_options=options)
+        try:
+            with self._client.stream("POST", "/v1/completions", json=document) as answer:
+                self.begun.set()
+                for event in events(answer):
+                    self.num_events += 1
+                    self.usage = (event.get("usage") or {}).get("completion_tokens", 0)
+                    if self.is_enough:
+                        return
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def join(self) -> None:
+        """Until nobody reads any more."""
+        self._thread.join(timeout=120)
+        assert not self._thread.is_alive()
+
+
+def test_killed_process_costs_its_own_streams_only(server: TinyServer) -> None:
+    """SIGKILL to one API process. What it had open runs on unread and leaves no block and no table;
+    the other's streams end whole; new requests are refused, and the server leaves with code 1.
+
+    Workers stand still until the kill is seen, so that no stream ends before.
+    """
+    wait_for(server.is_quiet, 60)
+    processes, workers, spread = server.descendants(), server.workers(), Doors(server, each=3)
+    (victim,) = server.named(NAMES[1])
+    with spread as (survivor, _):
+        before = total(scrape(survivor), "vtoken_refused_requests_total", reason="draining")
+        for worker in workers:
+            worker.send_signal(signal.SIGSTOP)
+        try:
+            kept = spread.of[NAMES[0]][1:3]
+            whole, lasting = Reading(kept[0], 60), Reading(kept[1], LASTING_TOKENS)
+            lost = [Reading(client, 200) for client in spread.of[NAMES[1]][1:3]]
+            for reading in (whole, lasting, *lost):
+                assert reading.begun.wait(60)
+            victim.kill()
+            for reading in lost:
+                reading.join()
+                assert isinstance(reading.error, httpx.TransportError)
+            died = f"{NAMES[1].replace('APIServer', 'ApiServer')} died with exit code -9"
+            wait_for(lambda: f"{died}; the server stops" in server.text(), 60)
+            wait_for(lambda: survivor.get("/health/ready").status_code == 503, 60)
+            assert survivor.post("/v1/completions", json=body("w5", 1)).status_code == 503
+        finally:
+            for worker in workers:
+                worker.send_signal(signal.SIGCONT)
+        samples = scrape(survivor)
+        assert total(samples, "vtoken_not_ready", reason="draining") == 2  # one per engine
+        refused = total(samples, "vtoken_refused_requests_total", reason="draining")
+        assert refused == before + 1
+        whole.join()
+        assert (whole.error, whole.usage) == (None, 60)
+
+        def only_lasting_is_left() -> bool:
+            state = survivor.get("/admin/state", headers=ADMIN).raise_for_status().json()
+            held = [one["retained_blocks"] for one in state["requests"]]
+            pool = state["pool"]
+            return len(held) == 1 and pool["free_blocks"] + held[0] == pool["total_blocks"]
+
+        wait_for(only_lasting_is_left, 60)
+        num_events = lasting.num_events
+        wait_for(lambda: lasting.num_events > num_events, 60)
+        lasting.is_enough = True
+        lasting.join()
+        assert lasting.error is None
+    assert server.process.wait(timeout=60) == 1
+    wait_for(lambda: are_gone(processes), 60)
