@@ -1,7 +1,6 @@
 """A real server with two API processes (``--api-server-count 2``) is one server to all who look.
 
-One server serves all tests; they run in order, and the last one stops it. A connection that stays
-open belongs to one process, so a test can choose whom it asks.
+One server serves all tests; they run in order, and the last one stops it.
 """
 
 from __future__ import annotations
@@ -14,21 +13,26 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import PREFIX, SERVICE_METRICS
-from tests.service.tiny_server import ADMIN_KEY, TinyServer, body, events, wait_for, words
+from tests.service.doors import NAMES, OPEN, Doors, Samples, scrape, total
+from tests.service.tiny_server import (
+    ADMIN_KEY,
+    TinyServer,
+    are_gone,
+    body,
+    events,
+    wait_for,
+    words,
+)
 from vtoken.stats import METRICS
 
 pytestmark = pytest.mark.engine
 
-NAMES = ("APIServer_0", "APIServer_1")
 MAX_PER_KEY = 4
 LONG = 30_000
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
-Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 @pytest.fixture(scope="module")
@@ -36,67 +40,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     server = TinyServer(
         tmp_path_factory.mktemp("processes"),
         *("--api-server-count", "2"),
-        VTOKEN_LOG_FORMAT="json",
         VTOKEN_MAX_REQUESTS_PER_KEY=str(MAX_PER_KEY),
         VTOKEN_METRICS_POLL_SECONDS="0.1",
-        VLLM_HTTP_TIMEOUT_KEEP_ALIVE="600",
+        **OPEN,
     )
     try:
         server.wait_until_ready()
         yield server
     finally:
         server.kill_all()
-
-
-class Doors:
-    """Connections to each of the processes, all open at once."""
-
-    def __init__(self, server: TinyServer, each: int = 1) -> None:
-        self._stack = ExitStack()
-        self.of: dict[str, list[httpx.Client]] = {name: [] for name in NAMES}
-        for number in range(100):
-            if all(len(clients) >= each for clients in self.of.values()):
-                return
-            limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
-            client = httpx.Client(base_url=server.url, timeout=120, limits=limits)
-            self._stack.enter_context(client)
-            request_id = f"door-{id(self)}-{number}"
-            answer = client.post(
-                "/v1/completions", json=body("w5", 1), headers={"X-Request-Id": request_id}
-            )
-            assert answer.status_code == 200
-            self.of[server.access(request_id)["process"]].append(client)
-        raise AssertionError(f"one process takes all connections: {self.of}")
-
-    def __enter__(self) -> list[httpx.Client]:
-        """One of each process."""
-        return [clients[0] for clients in self.of.values()]
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-
-def scrape(door: httpx.Client) -> Samples:
-    """What ``/metrics`` says; every family and every series is there once."""
-    text = door.get("/metrics").raise_for_status().text
-    samples: Samples = {}
-    names: list[str] = []
-    for family in text_string_to_metric_families(text):
-        names.append(family.name)
-        assert family.documentation, family.name
-        for sample in family.samples:
-            series = samples.setdefault(sample.name, {})
-            labels = tuple(sorted(sample.labels.items()))
-            assert labels not in series, f"{sample.name}{labels} is there twice"
-            series[labels] = sample.value
-    assert len(names) == len(set(names))
-    return samples
-
-
-def total(samples: Samples, name: str, **labels: str) -> float:
-    """Sum of the series of one name that have these labels."""
-    wanted = labels.items()
-    return sum(v for series, v in samples[name].items() if wanted <= dict(series).items())
 
 
 def sent(samples: Samples) -> dict[str, float]:
@@ -274,5 +226,4 @@ def test_stop_loses_no_stream_and_leaves_no_process(server: TinyServer) -> None:
             thread.join(timeout=120)
     assert [usage["completion_tokens"] for [usage] in ended] == [60] * len(clients)
     assert server.process.wait(timeout=60) == 0
-    left = [process for process in processes if process.is_running()]
-    assert [p for p in left if p.status() != psutil.STATUS_ZOMBIE] == []
+    wait_for(lambda: are_gone(processes), 60)
