@@ -155,17 +155,19 @@ async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
 
     Raises:
         Exception: the scenario's own; what it had measured is written all the same.
+        CancelledError: likewise, when the run is ended.
     """
     module = scenarios.load(name)
     before, started = load_average(), time.monotonic()
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         outcome = await module.run(bench)
-    except Exception as caught:  # whatever it was: hours of samples are kept
+    except (Exception, asyncio.CancelledError) as caught:  # hours of samples are kept
         if bench.outcome is None or not bench.outcome.arms:
             raise
         outcome, error = bench.outcome, caught
-        bench.notes.append(f"ended early, what was there is here: {caught}")
+        reason = str(caught) or type(caught).__name__
+        bench.notes.append(f"ended early, what was there is here: {reason}")
     outcome.config = {"model": bench.model or "embedded (SmolLM2-135M, bf16)", **outcome.config}
     result = report.build(
         name,

@@ -74,22 +74,31 @@ def test_failing_scenario_does_not_stop_the_others(tmp_path, monkeypatch):
     assert cli.main(["sla", "--out", str(tmp_path)]) == 0
 
 
-def test_what_was_measured_before_an_error_is_kept(service, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (StartError("the second service"), 1, "the second service"),
+        (asyncio.CancelledError(), 143, "CancelledError"),
+    ],
+)
+def test_what_was_measured_before_the_end_is_kept(
+    service, tmp_path, monkeypatch, error, code, reason
+):
     """Hours of samples are not lost with the service: the files are there, with the reason."""
     waste = cli.scenarios.load("waste")
     original = waste.run
 
     async def run(bench):
         await original(bench)
-        raise StartError("the second service")
+        raise error
 
     monkeypatch.setattr(waste, "run", run)
     (tmp_path / "key").write_text(KEY)
     options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
-    assert cli.main(["waste", *options, "--out", str(tmp_path)]) == 1
+    assert cli.main(["waste", *options, "--out", str(tmp_path)]) == code
     result = json.loads((tmp_path / "waste.json").read_text())
     assert result["arms"]
-    assert "ended early, what was there is here: the second service" in result["notes"]
+    assert f"ended early, what was there is here: {reason}" in result["notes"]
 
 
 def test_sigterm_ends_the_services(tmp_path, monkeypatch):
