@@ -119,6 +119,7 @@ async def run(bench: Bench) -> Outcome:
                     "running",
                     "steps",
                     "output_tokens_per_step",
+                    "output_throughput",
                     "blocks_per_running_request",
                 )
                 outcome.compare(ours, f"{theirs}@{num_blocks}", metrics)
