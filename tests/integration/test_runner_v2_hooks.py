@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.integration.hook_notes import EACH_STEP, HookNotes
 from vtoken.integration.vllm import scheduler
 from vtoken.integration.vllm.compat.runner_v2 import RunnerV2Hooks
 
@@ -29,20 +30,11 @@ class Stock:
         return ("tables",), torch.tensor([[7, 8, 9, -1, -1]])
 
 
-class Hooked(RunnerV2Hooks, Stock):
-    def step_begins(self, scheduler_output, *, touches_blocks):
-        self.calls.append(f"begins {touches_blocks}")
-
-    def states_updated(self, scheduler_output):
-        self.calls.append("updated")
-
-    def inputs_prepared(self, req_ids, num_new, write_slots):
-        self.calls.append((req_ids, num_new, write_slots.tolist()))
+class Hooked(HookNotes, RunnerV2Hooks, Stock):
+    """The hooks over the stand-in."""
 
 
-@pytest.mark.parametrize(
-    ("zero", "copies", "touches"), [(None, None, False), ([3], None, True), (None, [(1, 2)], True)]
-)
+@EACH_STEP
 def test_copies_are_joined_before_blocks_are_rewritten(zero, copies, touches):
     """The step begins for us before vLLM looks at it, and is complete after vLLM's last change."""
     runner = Hooked()
