@@ -66,7 +66,6 @@ class ReclamationManager:
         occupancy: BlockOccupancy,
         stats: VTokenStats,
     ) -> None:
-        self._config = config
         self._threshold = Threshold(config.theta_f)
         self._pool = pool
         self._occupancy = occupancy
@@ -80,6 +79,10 @@ class ReclamationManager:
         self._steps_to_check = 0
         self.approves: Callable[[RelocationPlan, int], bool] = lambda plan, num_computed: True
 
+    @property
+    def _config(self) -> VTokenConfig:
+        return self.reservations.config
+
     def reconfigure(self, config: VTokenConfig) -> None:
         """Use other thresholds from the next step on; plans in flight are not affected."""
         if (config.theta_f, config.theta_f_mode) != (
@@ -87,7 +90,7 @@ class ReclamationManager:
             self._config.theta_f_mode,
         ):
             self._threshold = Threshold(config.theta_f)
-        self._config = self.reservations.config = config
+        self.reservations.config = config
         self._steps_to_check = 0
 
     @property

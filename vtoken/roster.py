@@ -49,7 +49,7 @@ class Roster:
     def rows_of(self, req_ids: Collection[str]) -> IdArray:
         """Rows of these requests, :data:`NOBODY` for those that are not tracked.
 
-        Decode asks for the same ones twice a step: to be asked again costs one comparison.
+        Every step of a decode asks for the same ones: to be asked again costs one comparison.
         """
         asked = list(req_ids)
         if asked != self._asked:

@@ -55,8 +55,6 @@ class Arm:
         from vtoken.config import VTokenConfig
         from vtoken.integration.vllm.plugin import engine_args
 
-        if spec.get("mutant"):
-            MUTANTS[spec["mutant"]]()
         config = VTokenConfig.from_dict({"mode": "off", **spec.get("vtoken", {})})
         kwargs = {
             "model": spec["model"],

@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from vtoken.integration.vllm.compat.replaced import replaced
 
 _TARGETS = {
     "vllm.v1.engine.core": ("EngineCoreProc", "run_engine_core"),
@@ -24,17 +26,11 @@ def engine_processes_begin_with(first: Callable[[], None]) -> Iterator[None]:
     Args:
         first: a function of a module; it is called in the main thread of the new process.
     """
-    before = {}
-    for module in _TARGETS:
-        owner, name = _target(module)
-        before[module] = owner.__dict__[name]
-        setattr(owner, name, staticmethod(functools.partial(_run, first, module)))
-    try:
+    with ExitStack() as stack:
+        for module in _TARGETS:
+            ours = staticmethod(functools.partial(_run, first, module))
+            stack.enter_context(replaced(*_target(module), ours))
         yield
-    finally:
-        for module, function in before.items():
-            owner, name = _target(module)
-            setattr(owner, name, function)
 
 
 def _run(first: Callable[[], None], module: str, *args: Any, **kwargs: Any) -> None:

@@ -7,12 +7,12 @@ through ``execute_model`` too and touch no request. Read against vLLM 0.32.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vtoken.integration.vllm.compat.replaced import replaced
 from vtoken.integration.vllm.compat.runner_hooks import RunnerHooks, touches_blocks
 
 if TYPE_CHECKING:
@@ -49,14 +49,8 @@ class RunnerV2Hooks(RunnerHooks, _Runner):
         return state.hidden_states, list(state.input_batch.req_ids)
 
 
-@contextmanager
-def cpu_runner_class_v2(runner_class: type) -> Iterator[None]:
+def cpu_runner_class_v2(runner_class: type) -> AbstractContextManager[None]:
     """As :func:`worker_side.cpu_runner_class`, for V2: the worker imports it by this name."""
     from vllm.v1.worker.cpu import model_runner
 
-    before = model_runner.CPUModelRunner
-    model_runner.CPUModelRunner = runner_class
-    try:
-        yield
-    finally:
-        model_runner.CPUModelRunner = before
+    return replaced(model_runner, "CPUModelRunner", runner_class)

@@ -6,8 +6,7 @@ in which a request loses its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from vllm.v1.core.block_pool import BlockPool
@@ -15,6 +14,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from vtoken.integration.vllm.compat.replaced import replaced
 
 NEVER_CACHED = 1 << 60
 """As a count of cached blocks: no later block of the request is ever hashed."""
@@ -75,15 +76,10 @@ def fail_requests(scheduler: Scheduler, output: ModelRunnerOutput, req_ids: list
             output.sampled_token_ids[index] = []
 
 
-@contextmanager
-def limited_step(scheduler: Scheduler, max_num_tokens: int) -> Iterator[None]:
+def limited_step(scheduler: Scheduler, max_num_tokens: int) -> AbstractContextManager[None]:
     """Let the scheduler give out at most ``max_num_tokens`` inside the block."""
-    before = scheduler.max_num_scheduled_tokens
-    scheduler.max_num_scheduled_tokens = min(before, max_num_tokens)
-    try:
-        yield
-    finally:
-        scheduler.max_num_scheduled_tokens = before
+    limit = min(scheduler.max_num_scheduled_tokens, max_num_tokens)
+    return replaced(scheduler, "max_num_scheduled_tokens", limit)
 
 
 class AllocationGuard(Protocol):

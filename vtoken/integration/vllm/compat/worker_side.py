@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vtoken.integration.vllm.compat.replaced import replaced
 from vtoken.integration.vllm.compat.runner_v1 import RunnerV1Hooks
 
 
-@contextmanager
-def cpu_runner_class(runner_class: type[CPUModelRunner]) -> Iterator[None]:
+def cpu_runner_class(runner_class: type[CPUModelRunner]) -> AbstractContextManager[None]:
     """Let ``CPUWorker.init_device``, called inside the block, build ``runner_class``.
 
     The worker names its runner class in its own body and offers no factory; replacing the name
     for the length of the call keeps our class a normal one, with its own constructor.
     """
-    before = cpu_worker.CPUModelRunner
-    cpu_worker.CPUModelRunner = runner_class
-    try:
-        yield
-    finally:
-        cpu_worker.CPUModelRunner = before
+    return replaced(cpu_worker, "CPUModelRunner", runner_class)
 
 
 class HookedCPUModelRunner(RunnerV1Hooks, CPUModelRunner):
