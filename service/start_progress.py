@@ -34,6 +34,7 @@ class StartProgress:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last: dict[str, Any] = {"phase": "starting_server", "percent": 0}
 
     def write(self, phase: str, percent: int) -> None:
         """Set the phase, unless a later one was reached; a failure is nobody's harm."""
@@ -45,12 +46,10 @@ class StartProgress:
             os.replace(part, self.path)
 
     def read(self) -> dict[str, Any]:
-        """``{"phase": …, "percent": …}``."""
-        try:
-            found: dict[str, Any] = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            found = {"phase": "starting_server", "percent": 0}
-        return found
+        """``{"phase": …, "percent": …}``; what was read last where there is nothing to read."""
+        with contextlib.suppress(OSError, ValueError):
+            self._last = json.loads(self.path.read_text())
+        return self._last
 
     def remove(self) -> None:
         """Delete the file."""

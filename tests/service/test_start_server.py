@@ -160,6 +160,14 @@ def test_unreadable_progress_is_the_beginning(progress: StartProgress, text: str
     assert progress.read() == {"phase": "starting_server", "percent": 0}
 
 
+def test_answer_on_its_way_at_the_handover_does_not_go_back(progress: StartProgress) -> None:
+    """Threads of the start server may answer after the file is gone: with what was said last."""
+    progress.write("almost_there", 99)
+    assert progress.read()["percent"] == 99
+    progress.remove()
+    assert progress.read() == {"phase": "almost_there", "percent": 99}
+
+
 @pytest.mark.parametrize("phase", [row for row in PHASES if row[1] != "loading_weights"])
 def test_messages_of_vllm_are_phases(progress: StartProgress, phase: tuple[str, str, int]) -> None:
     """By the beginning of the message; others are none, and no file comes back after the start."""
