@@ -12,20 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.doors import NAMES, OPEN, Doors, scrape, total
+from tests.service.doors import NAMES, OPEN, Doors, scrape
 from tests.service.faults import inject
-from tests.service.tiny_server import (
-    ADMIN_KEY,
-    LASTING_TOKENS,
-    TinyServer,
-    are_gone,
-    body,
-    events,
-    wait_for,
-    words,
-)
+from tests.service.server_process import are_gone, total, wait_for
+from tests.service.tiny_server import ADMIN_KEY, LASTING_TOKENS, TinyServer, body, events, words
 
 pytestmark = pytest.mark.engine
 
@@ -83,9 +74,8 @@ def policy(
 
 def series(server: TinyServer, name: str, label: str | None = None) -> dict[str, str | float]:
     """Value, or ``label``, of a metric per engine."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    samples = [s for family in families for s in family.samples if s.name == name]
-    return {s.labels["engine"]: s.labels[label] if label else s.value for s in samples}
+    found = [(dict(labels), value) for labels, value in server.metrics().get(name, {}).items()]
+    return {labels["engine"]: labels[label] if label else value for labels, value in found}
 
 
 def test_state_shows_both_engines(server: TinyServer) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
+from tests.service.server_process import Samples, read_metrics
 from tests.service.tiny_server import TinyServer, body
 
 NAMES = ("APIServer_0", "APIServer_1")
 OPEN = {"VTOKEN_LOG_FORMAT": "json", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
 """Environment of the server."""
-Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 class Doors:
@@ -47,23 +46,5 @@ class Doors:
 
 
 def scrape(door: httpx.Client) -> Samples:
-    """What ``/metrics`` says; every family and every series is there once."""
-    text = door.get("/metrics").raise_for_status().text
-    samples: Samples = {}
-    names: list[str] = []
-    for family in text_string_to_metric_families(text):
-        names.append(family.name)
-        assert family.documentation, family.name
-        for sample in family.samples:
-            series = samples.setdefault(sample.name, {})
-            labels = tuple(sorted(sample.labels.items()))
-            assert labels not in series, f"{sample.name}{labels} is there twice"
-            series[labels] = sample.value
-    assert len(names) == len(set(names))
-    return samples
-
-
-def total(samples: Samples, name: str, **labels: str) -> float:
-    """Sum of the series of one name that have these labels."""
-    wanted = labels.items()
-    return sum(v for series, v in samples[name].items() if wanted <= dict(series).items())
+    """What ``/metrics`` says through this connection."""
+    return read_metrics(door.get("/metrics").raise_for_status().text)

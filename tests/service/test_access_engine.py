@@ -19,15 +19,8 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
 
-from tests.service.tiny_server import (
-    LASTING_TOKENS,
-    MODEL,
-    TinyServer,
-    body,
-    events,
-    wait_for,
-    words,
-)
+from tests.service.server_process import wait_for
+from tests.service.tiny_server import LASTING_TOKENS, MODEL, TinyServer, body, events, words
 
 pytestmark = pytest.mark.engine
 

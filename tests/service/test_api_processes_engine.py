@@ -16,16 +16,9 @@ import httpx
 import pytest
 
 from service.metrics import PREFIX, SERVICE_METRICS
-from tests.service.doors import NAMES, OPEN, Doors, Samples, scrape, total
-from tests.service.tiny_server import (
-    ADMIN_KEY,
-    TinyServer,
-    are_gone,
-    body,
-    events,
-    wait_for,
-    words,
-)
+from tests.service.doors import NAMES, OPEN, Doors, scrape
+from tests.service.server_process import Samples, are_gone, total, wait_for
+from tests.service.tiny_server import ADMIN_KEY, TinyServer, body, events, words
 from vtoken.stats import METRICS
 
 pytestmark = pytest.mark.engine

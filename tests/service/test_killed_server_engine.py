@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.tiny_server import TinyServer, are_gone, kill, wait_for, words
+from tests.service.server_process import are_gone, kill, wait_for
+from tests.service.tiny_server import TinyServer, words
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

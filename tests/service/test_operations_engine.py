@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from service.refusals import REASONS
 from tests.service.otlp import Receiver, attributes
-from tests.service.tiny_server import TinyServer, are_gone, body, events, wait_for, words
+from tests.service.server_process import are_gone, wait_for
+from tests.service.tiny_server import TinyServer, body, events, words
 
 pytestmark = pytest.mark.engine
 
@@ -181,10 +181,8 @@ def test_trace_has_the_numbers_of_evictions_relocations_and_stalls(
 
 def evicted_at_random(server: TinyServer) -> float:
     """What the metric has counted for this policy, which no other request here has."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    samples = [sample for family in families for sample in family.samples]
-    counted = [s for s in samples if s.name == "vtoken_evicted_tokens_total"]
-    return sum(s.value for s in counted if s.labels["policy"] == "random")
+    series = server.metrics().get("vtoken_evicted_tokens_total", {}).items()
+    return sum(value for labels, value in series if dict(labels)["policy"] == "random")
 
 
 def test_receipt_is_the_clients_also_while_traced(server: TinyServer) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from service.metrics import PREFIX, SERVICE_METRICS
 from tests.service.embedded_server import API_KEY, MODEL, Server
-from tests.service.tiny_server import are_gone, wait_for
+from tests.service.server_process import are_gone, wait_for
 from vtoken.stats import METRICS
 
 pytestmark = pytest.mark.engine
@@ -397,7 +397,7 @@ def test_killed_engine_ends_the_service(server, client):
         ended.set()
 
     threading.Thread(target=drain, daemon=True).start()
-    server.find("EngineCore").send_signal(signal.SIGKILL)
+    server.named("EngineCore")[0].send_signal(signal.SIGKILL)
 
     def is_unhealthy() -> bool:
         try:

@@ -11,19 +11,10 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.otlp import Receiver, attributes
-from tests.service.tiny_server import (
-    LASTING_TOKENS,
-    TinyServer,
-    are_gone,
-    body,
-    events,
-    kill,
-    wait_for,
-    words,
-)
+from tests.service.server_process import are_gone, kill, wait_for
+from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, words
 
 pytestmark = pytest.mark.engine
 
@@ -64,9 +55,8 @@ def lasting(server: TinyServer, name: str, **others: Any) -> httpx.Response:
 
 def refused(server: TinyServer) -> float:
     """How many the metric has counted."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    named = (s for f in families for s in f.samples if s.name == "vtoken_refused_requests_total")
-    return next((s.value for s in named if s.labels["reason"] == REASON), -1.0)
+    found = server.metrics().get("vtoken_refused_requests_total", {}).items()
+    return next((value for labels, value in found if dict(labels)["reason"] == REASON), -1.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])

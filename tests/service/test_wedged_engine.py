@@ -16,15 +16,8 @@ import httpx
 import pytest
 
 from tests.service.faults import inject
-from tests.service.tiny_server import (
-    LASTING_TOKENS,
-    TinyServer,
-    are_gone,
-    body,
-    events,
-    wait_for,
-    words,
-)
+from tests.service.server_process import are_gone, wait_for
+from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, words
 
 pytestmark = pytest.mark.engine
 

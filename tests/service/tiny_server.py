@@ -5,16 +5,11 @@ Prompts are words ``w3`` … ``w1023``, one token each.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +17,10 @@ import httpx
 import psutil
 
 from tests.engine.tiny_model import BYTES_PER_TOKEN, ENVIRONMENT, VOCABULARY, ensure_tiny_model
+from tests.service.server_process import ServerProcess, wait_for
 
 MODEL = "tiny"
 ADMIN_KEY = "test-admin-key"
-SECONDS = 300.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 MAX_MODEL_LEN = 32768
 LASTING_TOKENS = 30_000
@@ -65,51 +60,17 @@ def words(count: int, start: int = 3) -> str:
     return " ".join(f"w{3 + (start + number) % span}" for number in range(count))
 
 
-def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> Any:
-    """Its first true result.
-
-    Raises:
-        AssertionError: it stayed false for so long.
-    """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s")
-
-
-def are_gone(processes: list[psutil.Process]) -> bool:
-    """Ended, or waiting as zombies for the init process of this container."""
-    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return not any(p.is_running() and p.status() not in gone for p in processes)
-
-
-class TinyServer:
-    """A ``vtoken-serve serve`` process on a free port."""
+class TinyServer(ServerProcess):
+    """With the tiny model, which it makes in ``folder``."""
 
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
-        self.log = folder / "log.txt"
         own = {n: v for n, v in os.environ.items() if not n.startswith(("VTOKEN_", "OTEL_"))}
         own |= {n: v for n, v in os.environ.items() if n in ("VTOKEN_CACHE_DIR",)}
         iomp = Path(sys.prefix) / "lib" / "libiomp5.so"
         own |= {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "VTOKEN_ADMIN_KEY": ADMIN_KEY}
         own |= {"LD_PRELOAD": str(iomp)} if iomp.exists() else {}
         model = str(make_model_folder(folder / "model"))
-        command = [sys.executable, "-m", "service.cli", "serve", model, "--port", "0"]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, *FLAGS, *flags],
-                env={**own, **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.url = ""
-
-    def text(self) -> str:
-        """All that it has logged."""
-        return self.log.read_text(errors="replace")
+        super().__init__(folder / "log.txt", [model, *FLAGS, *flags], {**own, **environment})
 
     def lines(self) -> list[dict[str, Any]]:
         """The JSON lines of its log."""
@@ -132,23 +93,8 @@ class TinyServer:
 
     def wait_until_ready(self) -> None:
         """Until the ready line, and the first answer of the engine."""
-        found = wait_for(lambda: re.search(r"ready on (http://[\w.:]+)", self.text()) or self.ended)
-        assert not self.ended, self.text()[-3000:]
-        self.url = found[1]
+        super().wait_until_ready()
         wait_for(lambda: self.get("/health/ready").status_code == 200, 60)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process is gone."""
-        return self.process.poll() is not None
-
-    def descendants(self) -> list[psutil.Process]:
-        """Its engine core, worker and helpers."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def named(self, title: str) -> list[psutil.Process]:
-        """Those of its processes that call themselves so."""
-        return [p for p in self.descendants() if title in " ".join(p.cmdline())]
 
     def worker(self) -> psutil.Process:
         """The process that computes, of the first engine."""
@@ -158,10 +104,6 @@ class TinyServer:
         """Of each engine: the engine core's child with the most memory."""
         cores = [core.children() for core in self.named("EngineCore")]
         return [max(found, key=lambda process: process.memory_info().rss) for found in cores]
-
-    def get(self, path: str, **options: Any) -> httpx.Response:
-        """GET."""
-        return httpx.get(self.url + path, timeout=60, **options)
 
     def post(self, path: str = "/v1/completions", **options: Any) -> httpx.Response:
         """POST."""
@@ -187,24 +129,6 @@ class TinyServer:
         state = self.state()
         pool = state["pool"]
         return not state["requests"] and pool["free_blocks"] == pool["total_blocks"]
-
-    def terminate(self) -> None:
-        """SIGTERM to the server's process alone, as Kubernetes does."""
-        self.process.send_signal(signal.SIGTERM)
-
-    def kill_all(self) -> None:
-        """Leave nothing behind."""
-        if not self.ended:
-            for process in [*self.descendants(), self.process]:
-                process.kill()
-        self.process.wait(timeout=30)
-
-
-def kill(processes: list[psutil.Process]) -> None:
-    """Whichever are left."""
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 def body(prompt: str, max_tokens: int, **others: Any) -> dict[str, Any]:
