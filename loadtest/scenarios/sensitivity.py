@@ -1,7 +1,7 @@
 """One setting at a time around the defaults (paper §4.5), over wider ranges.
 
 Block size, keep ratio, θ_F from 0.05 to 0.90, the most source blocks of a plan (B), and the tokens
-between two evictions; mode ``lazy``.
+between two evictions; mode ``lazy``. Each value is compared with the default of its setting.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from loadtest.scenarios.inputs import DOCUMENT, SYNTHETIC, make_jobs, sources
 from loadtest.workloads import Lengths
 
 POOL_TOKENS = 19_200
+DEFAULTS = {
+    "theta_f": 0.25,
+    "keep_ratio": 0.5,
+    "max_source_blocks": 32,
+    "evict_interval_tokens": 16,
+    "block_size": 16,
+}
+COMPARED = ("end_retained_blocks", "relocated_tokens", "output_throughput", "p95_e2el_ms")
 PAPER = "block size 16 is best; keep ratio acts strongly; θ_F 0.20 … 0.35 hardly at all"
 PLOTS = (
     {"metric": "waste_ratio", "title": "Waste ratio F, lazy", "x": "setting"},
@@ -54,14 +62,11 @@ SIZES = {
 
 def make_arm(size: Size, setting: str, value: float) -> Arm:
     """The defaults but for one setting."""
-    policy: dict[str, Any] = {"policy": size.policy, "keep_ratio": 0.5, **RECLAIM_EAGERLY}
-    name = f"{setting}@{value:g}"
-    if setting == "block_size":
-        block_size = int(value)
-        return Arm(name, "lazy", policy, Engine(POOL_TOKENS // block_size, block_size))
-    is_ratio = setting in ("theta_f", "keep_ratio")
-    policy[setting] = float(value) if is_ratio else int(value)
-    return Arm(name, "lazy", policy, Engine(POOL_TOKENS // 16))
+    settings: dict[str, Any] = {**DEFAULTS, setting: type(DEFAULTS[setting])(value)}
+    block_size = settings.pop("block_size")
+    policy = {"policy": size.policy, **settings, **RECLAIM_EAGERLY}
+    engine = Engine(POOL_TOKENS // block_size, block_size)
+    return Arm(f"{setting}@{value:g}", "lazy", policy, engine)
 
 
 async def run(bench: Bench) -> Outcome:
@@ -73,7 +78,7 @@ async def run(bench: Bench) -> Outcome:
             config={
                 "mode": "lazy",
                 "policy": size.policy,
-                "defaults": {"keep_ratio": 0.5, "theta_f": 0.25, **RECLAIM_EAGERLY},
+                "defaults": {**DEFAULTS, **RECLAIM_EAGERLY},
                 "settings": {name: list(values) for name, values in size.settings.items()},
                 "workload": sources((size.workload,)),
                 **size.lengths.described(),
@@ -85,20 +90,16 @@ async def run(bench: Bench) -> Outcome:
     )
     for setting, values in size.settings.items():
         arms = {arm.name: arm for arm in (make_arm(size, setting, value) for value in values)}
-        for repeat, name in _order(setting, list(arms), repeats):
+        for repeat, name in abba(list(arms), repeats):
             tokenizer = await bench.tokenizer(arms[name])
             jobs = await make_jobs(size.workload, tokenizer, size.lengths, max(repeat, 0))
             result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
             if repeat >= 0:
                 block_size = arms[name].engine.block_size
                 outcome.add(name, use_of_memory(result, block_size) | speed(result))
+        default = make_arm(size, setting, DEFAULTS[setting]).name
+        for name in arms:
+            if name != default:
+                outcome.compare(name, default, COMPARED)
     outcome.not_measured.append("Two settings at a time; block sizes below 16.")
     return outcome
-
-
-def _order(setting: str, names: list[str], repeats: int) -> list[tuple[int, str]]:
-    """A B B A; but all repeats of a block size in a row, for each needs an engine of its own."""
-    order = list(abba(names, repeats))
-    return (
-        sorted(order, key=lambda item: names.index(item[1])) if setting == "block_size" else order
-    )

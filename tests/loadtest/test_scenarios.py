@@ -31,6 +31,7 @@ from loadtest.sharegpt import join_threads
 from loadtest.workloads import Job, Lengths
 from tests.loadtest.fake_fleet import FakeFleet
 from tests.loadtest.test_sharegpt import HUMAN, MODEL, make_record
+from vtoken.config import VTokenConfig
 
 WITHOUT_ENGINE = [name for name in scenarios.NAMES if name != "bookkeeping"]
 
@@ -266,6 +267,14 @@ def test_sensitivity_changes_one_setting_at_a_time():
     assert sensitivity.make_arm(size, "max_source_blocks", 4).policy["max_source_blocks"] == 4
     engine = sensitivity.make_arm(size, "block_size", 48).engine
     assert engine.num_blocks * engine.block_size == sensitivity.POOL_TOKENS
+
+
+def test_sensitivity_is_measured_around_the_defaults_of_the_service():
+    """Each value is compared with the default of its setting, so that must be it."""
+    for name in ("theta_f", "max_source_blocks", "evict_interval_tokens"):
+        assert sensitivity.DEFAULTS[name] == getattr(VTokenConfig(), name)
+    size = sensitivity.SIZES["full"]
+    assert all(sensitivity.DEFAULTS[name] in values for name, values in size.settings.items())
 
 
 def test_paired_arms_have_the_same_policy_in_both_modes():
