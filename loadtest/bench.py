@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -116,8 +117,18 @@ class Bench:
         values = {n: _alike(getattr(size, n), value) for n, value in self.overrides.items()}
         return replace(size, **values)
 
-    async def run(self, arm: Arm, jobs: Sequence[Job], load: Load, seed: int) -> Run:
-        """Send the jobs to the arm's service and watch it.
+    async def run(
+        self, arm: Arm, jobs: Sequence[Job], load: Load, seed: int, *, watch: bool = True
+    ) -> Run:
+        """Send the jobs to the arm's service and look at it meanwhile.
+
+        Args:
+            arm: the configuration.
+            jobs: to send.
+            load: how.
+            seed: of the jobs.
+            watch: whether the engine is looked at while it works. Looking takes time, not the same
+                in mode ``off``: for a comparison of speeds with that, do not.
 
         Raises:
             RuntimeError: more than a tenth of the requests failed.
@@ -125,7 +136,7 @@ class Bench:
         client = await self.fleet.client(arm)
         if not arm.is_off:
             jobs = [_with_receipt(job) for job in jobs]
-        async with self._watched(client, arm) as run:
+        async with self._between_readings(client, arm, watch=watch) as run:
             if load.offsets:
                 answers = await open_loop(_sender(client), jobs, load.offsets)
             else:
@@ -139,23 +150,25 @@ class Bench:
         return result
 
     @asynccontextmanager
-    async def _watched(self, client: Client, arm: Arm) -> AsyncIterator[dict[str, Any]]:
+    async def _between_readings(
+        self, client: Client, arm: Arm, *, watch: bool
+    ) -> AsyncIterator[dict[str, Any]]:
         """Readings before and after, and samples in between, into the dictionary it gives."""
         await wait_idle(client)
         run: dict[str, Any] = {"before": Metrics(await client.metrics_text())}
         sampler = Sampler(client, is_off=arm.is_off, seconds=self.poll_seconds)
         started = time.monotonic()
-        async with sampler:
+        async with sampler if watch else contextlib.nullcontext():
             yield run
         await wait_idle(client)
-        await asyncio.sleep(self.fleet.settle_seconds)
+        await asyncio.sleep(self.fleet.settle_seconds(arm))
         run |= {"samples": sampler.samples, "after": Metrics(await client.metrics_text())}
         logger.info(
             "%s: %.1f s, %d samples", arm.name, time.monotonic() - started, len(run["samples"])
         )
 
-    async def tokenizer(self, arm: Arm) -> Client:
-        """The service of an arm as a tokenizer."""
+    async def client(self, arm: Arm) -> Client:
+        """A client of the arm's service, its policy document in force."""
         return await self.fleet.client(arm)
 
 

@@ -108,6 +108,7 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
             Path(logs),
             model=arguments.model,
             share_modes=arguments.share_modes or size == "smoke",
+            keep_services=size == "smoke",
             url=arguments.url,
             admin_key=_read_key(arguments.admin_key_file),
             api_key=_read_key(arguments.api_key_file),
@@ -169,6 +170,8 @@ async def run_one(bench: Bench, name: str, out: Path) -> dict[str, Any]:
         reason = str(caught) or type(caught).__name__
         bench.notes.append(f"ended early, what was there is here: {reason}")
     outcome.config = {"model": bench.model or "embedded (SmolLM2-135M, bf16)", **outcome.config}
+    if bench.fleet.url:
+        outcome.config |= {"model": "of the service at --url", "engine": "the service at --url"}
     result = report.build(
         name,
         outcome,
@@ -195,6 +198,7 @@ def command_of(name: str, bench: Bench) -> str:
     options += [f"--repeats {bench.repeats}"] if bench.repeats else []
     options += [f"--set '{key}={json.dumps(value)}'" for key, value in bench.overrides.items()]
     options += [f"--model {bench.model}"] if bench.model else []
+    options += [f"--url {bench.fleet.url}"] if bench.fleet.url else []
     options += ["--share-modes"] if bench.fleet.share_modes and bench.size != "smoke" else []
     options += [f"--poll-seconds {bench.poll_seconds:g}"] * (bench.poll_seconds != POLL_SECONDS)
     return " ".join([PROGRAM, name, *options])

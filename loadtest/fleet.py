@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.client import Client
-from loadtest.server import METRICS_POLL_SECONDS, Server, flag_list
+from loadtest.server import Server, flag_list
 
 MAX_SERVICES = 4
 """Services kept at once; asking for another ends the one that was not used for longest."""
@@ -26,7 +26,8 @@ BLOCK_SIZE = 16
 STOCK_BLOCK_SIZE = 32
 """In mode ``off``: the smallest that vLLM's CPU attention takes; the pool has the same bytes."""
 
-_DEFAULT_POLL_SECONDS = 1.0  # of a service that somebody else started
+DEFAULT_POLL_SECONDS = 1.0
+"""Of a service as it is: seconds between two readings of its engine for ``/metrics``."""
 _BASE_FLAGS: Mapping[str, str | bool] = {
     "enforce-eager": True,
     "enable-prefix-caching": False,
@@ -46,6 +47,9 @@ class Engine:
         num_blocks: KV blocks of ``block_size`` tokens; the pool must hold ``max-model-len``.
         block_size: tokens per block (in mode ``off`` at least :data:`STOCK_BLOCK_SIZE`).
         flags: of ``vllm serve``, over the defaults of a load test.
+        poll_seconds: between the service's own readings of its engine. Short, as ``/metrics`` is
+            to show what was counted without a long wait; what is compared with stock vLLM in speed
+            should have :data:`DEFAULT_POLL_SECONDS`.
         python_path: folder in which the service's processes look for modules and plugins first.
     """
 
@@ -53,12 +57,14 @@ class Engine:
     block_size: int = BLOCK_SIZE
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     python_path: str = ""
+    poll_seconds: float = 0.2
 
     def arguments(self, mode: str) -> list[str]:
         """Command line of the service."""
         size = max(self.block_size, STOCK_BLOCK_SIZE) if mode == "off" else self.block_size
         num_blocks = self.num_blocks * self.block_size // size
         own = {"block-size": str(size), "num-gpu-blocks-override": str(num_blocks)}
+        own["vtoken-metrics-poll-seconds"] = f"{self.poll_seconds:g}"
         return flag_list({**_BASE_FLAGS, **own, **self.flags, "vtoken-mode": mode})
 
 
@@ -97,7 +103,8 @@ class Fleet:
     Args:
         folder: for the services' logs.
         model: argument of ``serve``; empty for the embedded model.
-        share_modes: let ``naive`` and ``lazy`` share a service; services are kept to the end.
+        share_modes: let ``naive`` and ``lazy`` share a service.
+        keep_services: :meth:`release` ends none, for a smoke run.
         url: measure this service instead of starting any.
         admin_key, api_key: of that service.
         environment: more variables for the services.
@@ -105,7 +112,7 @@ class Fleet:
     Attributes:
         num_started: services so far.
         share_modes: as given.
-        settle_seconds: after which ``/metrics`` surely shows what the engine counted.
+        url: as given.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class Fleet:
         *,
         model: str = "",
         share_modes: bool = False,
+        keep_services: bool = False,
         url: str = "",
         admin_key: str = "",
         api_key: str = "",
@@ -121,13 +129,12 @@ class Fleet:
     ) -> None:
         self._folder = folder
         self._model = model
-        self.share_modes = share_modes
-        self._url, self._keys = url, {"admin_key": admin_key, "api_key": api_key}
+        self.share_modes, self._keep_services = share_modes, keep_services
+        self.url, self._keys = url, {"admin_key": admin_key, "api_key": api_key}
+        self._engine: Engine | None = None
         self._environment = dict(environment or {})
         self._services: dict[str, _Service] = {}
         self.num_started = 0
-        poll_seconds = _DEFAULT_POLL_SECONDS if url else METRICS_POLL_SECONDS
-        self.settle_seconds = 2.5 * poll_seconds
 
     async def __aenter__(self) -> Fleet:
         """Itself."""
@@ -144,34 +151,49 @@ class Fleet:
         Raises:
             StartError: the service did not start.
             ServiceError: the policy document was refused.
-            ValueError: the arm needs another engine than the service at ``url`` has.
+            RuntimeError: the document in force is another than the arm's.
+            ValueError: the arm needs another engine than those before it, and the service at
+                ``url`` has one.
         """
+        self._check_engine(arm)
         key = self._key(arm)
         service = self._services.pop(key, None) or await self._start(arm)
         self._services[key] = service  # last in order: used last
         while len(self._services) > MAX_SERVICES:
             await self._end(next(iter(self._services)))
         if not arm.is_off:
-            document = {**service.defaults, **arm.policy, "mode": arm.mode}
-            await service.client.patch_policy(_without_clash(document, arm.policy))
+            document = whole_document(service.defaults, {**arm.policy, "mode": arm.mode})
+            check_document(arm.name, document, await service.client.patch_policy(document))
         return service.client
 
+    def settle_seconds(self, arm: Arm) -> float:
+        """After which ``/metrics`` of the arm's service surely shows what the engine counted."""
+        return 2.5 * (DEFAULT_POLL_SECONDS if self.url else arm.engine.poll_seconds)
+
     async def release(self) -> None:
-        """End all services, so that the next arm gets a fresh one; a smoke run keeps them."""
-        if not self.share_modes:
+        """End all services, so that the next arm gets a fresh one and idle ones take no time."""
+        if not self._keep_services:
             for key in list(self._services):
                 await self._end(key)
 
     def _key(self, arm: Arm) -> str:
         mode = "on" if self.share_modes and not arm.is_off else arm.mode
         own = [mode, arm.engine.arguments(mode), arm.engine.python_path]
-        return "" if self._url else json.dumps(own)
+        return "" if self.url else json.dumps(own)
+
+    def _check_engine(self, arm: Arm) -> None:
+        if not self.url:
+            return
+        if arm.is_off:
+            raise ValueError("mode off is a service of its own: it cannot be measured by --url")
+        self._engine = self._engine or arm.engine
+        if arm.engine != self._engine:
+            theirs, ours = (" ".join(e.arguments("lazy")) for e in (self._engine, arm.engine))
+            raise ValueError(f"--url is one engine; {arm.name} needs {ours}, others {theirs}")
 
     async def _start(self, arm: Arm) -> _Service:
-        if self._url:
-            if arm.is_off:
-                raise ValueError("mode off is a service of its own: it cannot be measured by --url")
-            client = Client(self._url, **self._keys)
+        if self.url:
+            client = Client(self.url, **self._keys)
             return _Service(client, None, await client.policy())
         self.num_started += 1
         name = re.sub(r"\W+", "-", arm.name)
@@ -199,11 +221,27 @@ class Fleet:
             service.server.stop()
 
 
-def _without_clash(document: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A document names a ratio or a number of tokens as the budget, not both."""
-    ratio, tokens = own.get("keep_ratio"), own.get("budget_tokens")
-    if ratio is not None:
-        document.pop("budget_tokens", None)
-    elif tokens is not None:
-        document.pop("keep_ratio", None)
-    return {k: v for k, v in document.items() if v is not None}
+def whole_document(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field of a policy document: an arm's own over the defaults.
+
+    What is ``None`` is sent as ``null``: a field that a patch leaves out keeps the value of the arm
+    before. A document names a ratio or a number of tokens as the budget; the other is ``None``.
+    """
+    document = {**defaults, **own}
+    if own.get("keep_ratio") is not None:
+        document["budget_tokens"] = None
+    elif own.get("budget_tokens") is not None:
+        document["keep_ratio"] = None
+    return document
+
+
+def check_document(arm: str, wanted: Mapping[str, Any], in_force: Mapping[str, Any]) -> None:
+    """Compare the document in force with the one that an arm asked for.
+
+    Raises:
+        RuntimeError: a field differs.
+    """
+    differing = {n: (v, in_force.get(n)) for n, v in wanted.items() if in_force.get(n) != v}
+    if differing:
+        told = ", ".join(f"{n}: wanted {a!r}, is {b!r}" for n, (a, b) in differing.items())
+        raise RuntimeError(f"{arm} would be measured under another policy document: {told}")

@@ -38,7 +38,8 @@ class Outcome:
     """What a scenario measured.
 
     Attributes:
-        arms: name to metric to one sample per repeat, in the order of the repeats.
+        arms: name to metric to one sample per repeat, in the order of the repeats; NaN where a
+            repeat could not say.
         comparisons: to be made.
         config: what was sent to what, as plain data.
         details: anything else worth keeping, as plain data.
@@ -52,10 +53,12 @@ class Outcome:
     not_measured: list[str] = field(default_factory=list)
 
     def add(self, arm: str, metrics: Mapping[str, float]) -> None:
-        """Add one repeat of an arm."""
+        """Add one repeat of an arm; a metric that it lacks is NaN there: pairs stay pairs."""
         samples = self.arms.setdefault(arm, {})
-        for name, value in metrics.items():
-            samples.setdefault(name, []).append(float(value))
+        count = max(map(len, samples.values()), default=0)
+        for name in samples.keys() | metrics.keys():
+            values = samples.setdefault(name, [math.nan] * count)
+            values.append(float(metrics.get(name, math.nan)))
 
     def compare(self, ours: str, theirs: str, metrics: Sequence[str]) -> None:
         """Ask for the ratios of these metrics."""
@@ -73,14 +76,19 @@ def describe_arms(arms: Mapping[str, Samples]) -> dict[str, Any]:
 def describe_comparisons(outcome: Outcome) -> dict[str, Any]:
     """``{name: {ratio, ci95, pairs, spread, pairs_for_5_percent}}`` of those that can be made.
 
-    A ratio needs equally many samples in both arms, all above zero.
+    A ratio needs equally many samples in both arms, all above zero; a repeat in which either arm
+    could not say is no pair.
     """
     found = {}
     for comparison in outcome.comparisons:
         ours = outcome.arms.get(comparison.ours, {}).get(comparison.metric, [])
         theirs = outcome.arms.get(comparison.theirs, {}).get(comparison.metric, [])
-        if not ours or len(ours) != len(theirs) or min(*ours, *theirs) <= 0:
+        if len(ours) != len(theirs):
             continue
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if not math.isnan(a + b)]
+        if not pairs or min(map(min, pairs)) <= 0:
+            continue
+        ours, theirs = map(list, zip(*pairs, strict=True))
         ratio = estimate_ratio(ours, theirs)
         entry: dict[str, Any] = {
             "ratio": _rounded(ratio.value),
@@ -98,11 +106,15 @@ def describe_comparisons(outcome: Outcome) -> dict[str, Any]:
 
 
 def _described(samples: Sequence[float]) -> dict[str, Any]:
-    estimate = estimate_mean(samples)
+    known = [value for value in samples if not math.isnan(value)]
+    written = [None if math.isnan(value) else _rounded(value) for value in samples]
+    if not known:
+        return {"mean": None, "ci95": None, "samples": written}
+    estimate = estimate_mean(known)
     return {
         "mean": _rounded(estimate.value),
         "ci95": _rounded_list(estimate.interval),
-        "samples": [_rounded(value) for value in samples],
+        "samples": written,
     }
 
 

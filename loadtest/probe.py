@@ -98,7 +98,7 @@ async def take_sample(client: Client, *, is_off: bool) -> Sample:
     if is_off:
         metrics = Metrics(await client.metrics_text())
         total = float(metrics.label("vllm:cache_config_info", "num_gpu_blocks") or 0)
-        used = metrics.total("vllm:kv_cache_usage_perc") * total
+        used = metrics.total("vllm:kv_cache_usage_perc") * (total - 1)  # one block is never given
         return Sample(
             time.monotonic(),
             metrics.total(STEPS),

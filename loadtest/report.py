@@ -126,7 +126,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _cell(metric: Mapping[str, Any] | None) -> str:
-    if metric is None:
+    if metric is None or metric["mean"] is None:
         return "–"
     mean, interval = metric["mean"], metric["ci95"]
     if interval is None or interval[0] == interval[1]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 START_SECONDS = 600.0
 STOP_SECONDS = 60.0
-METRICS_POLL_SECONDS = 0.2
 ENGINE_TIMEOUT_SECONDS = 120  # a busy machine: an answer between two steps may take long
 
 _READY = re.compile(r"vtoken-serve ready on (http://\S+)")
@@ -72,7 +71,6 @@ class Server:
         variables = {
             **os.environ,
             "VTOKEN_ADMIN_KEY": self.admin_key,
-            "VTOKEN_METRICS_POLL_SECONDS": str(METRICS_POLL_SECONDS),
             "VTOKEN_ENGINE_TIMEOUT_SECONDS": str(ENGINE_TIMEOUT_SECONDS),
             **(environment or {}),
         }

@@ -2,8 +2,9 @@
 
 Means and ratios get bootstrap intervals. With five repeats a plain percentile bootstrap covers
 far less than it says, so its percentiles are widened until the width is that of Student's t
-(Hesterberg 2015, "expanded percentile"). Ratios are averaged in logarithms over pairs: what slows
-both arms of a pair down cancels.
+(Hesterberg 2015, "expanded percentile"). Below five there are too few different resamples for
+that, and Student's t is used itself. Ratios are averaged in logarithms over pairs: what slows both
+arms of a pair down cancels.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
+MIN_BOOTSTRAP = 5
+"""Samples below which intervals are Student's: resamples of four never reach the wide tails."""
 POWER = 0.8
 
 Values = Sequence[float] | NDArray[np.float64]
@@ -41,7 +44,7 @@ class Estimate:
 
 
 def estimate_mean(samples: Values, *, seed: int = 0) -> Estimate:
-    """Mean of independent repeats with its bootstrap interval.
+    """Mean of independent repeats with its interval.
 
     Raises:
         ValueError: there is no sample.
@@ -52,6 +55,9 @@ def estimate_mean(samples: Values, *, seed: int = 0) -> Estimate:
     mean = float(values.mean())
     if len(values) == 1:
         return Estimate(mean, None, None)
+    if len(values) < MIN_BOOTSTRAP:
+        half = student_quantile(len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+        return Estimate(mean, mean - float(half), mean + float(half))
     rng = np.random.default_rng(seed)
     picks = rng.integers(0, len(values), (NUM_RESAMPLES, len(values)))
     means = values[picks].mean(axis=1)
@@ -61,7 +67,7 @@ def estimate_mean(samples: Values, *, seed: int = 0) -> Estimate:
 
 
 def estimate_ratio(ours: Values, theirs: Values, *, seed: int = 0) -> Estimate:
-    """Geometric mean of ``ours / theirs`` over pairs, with its bootstrap interval.
+    """Geometric mean of ``ours / theirs`` over pairs, with its interval.
 
     Raises:
         ValueError: unequal lengths, no pairs, or a value that is not positive.

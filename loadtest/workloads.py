@@ -17,8 +17,9 @@ from loadtest.documents import Document, excerpt
 from loadtest.sharegpt import Thread
 
 MIN_OUTPUT_TOKENS = 16
-_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer needs; what is too long is cut
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CHARACTERS_PER_TOKEN = 8
+"""More than any tokenizer needs; what is too long is cut."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Tokenizer(Protocol):
@@ -85,7 +86,7 @@ async def synthetic(tokenizer: Tokenizer, lengths: Lengths, seed: int) -> list[J
     jobs = []
     for _ in range(lengths.num_jobs):
         num_words = lengths.num_prompt_tokens + 1
-        words = ("".join(rng.choices(_LETTERS, k=rng.randint(2, 8))) for _ in range(num_words))
+        words = ("".join(rng.choices(LETTERS, k=rng.randint(2, 8))) for _ in range(num_words))
         ids = await tokenizer.tokenize(" ".join(words))
         jobs.append(Job(tuple(ids[: lengths.num_prompt_tokens]), lengths.num_output_tokens))
     return jobs
@@ -124,7 +125,7 @@ async def _conversation(tokenizer: Tokenizer, thread: Thread, lengths: Lengths) 
         i + 1
         for i, message in enumerate(thread.messages[:-1])
         if message["role"] == "user"
-        and limit * 2 <= _characters(thread.messages[: i + 1]) <= limit * _CHARACTERS_PER_TOKEN
+        and limit * 2 <= _characters(thread.messages[: i + 1]) <= limit * CHARACTERS_PER_TOKEN
     ]
     for end in reversed(ends[-4:]):
         prompt = await tokenizer.tokenize_chat(thread.messages[:end])
@@ -146,7 +147,7 @@ async def documents(
     rng = random.Random(seed)
     jobs = []
     for _ in range(lengths.num_jobs):
-        name, number = "".join(rng.choices(_LETTERS, k=6)), str(rng.randrange(10_000, 100_000))
+        name, number = "".join(rng.choices(LETTERS, k=6)), str(rng.randrange(10_000, 100_000))
         fact = f"\nThe access code of room {name} is {number}.\n"
         question = f"\n\nQuestion: What is the access code of room {name}?\nAnswer:"
         jobs.append(
@@ -171,7 +172,7 @@ async def hidden_fact(
     num_text = lengths.num_prompt_tokens - len(fact_ids) - len(question_ids)
     if num_text < 0:
         return tuple([*fact_ids, *question_ids][-lengths.num_prompt_tokens :])
-    text = await tokenizer.tokenize(excerpt(document, num_text * _CHARACTERS_PER_TOKEN, rng))
+    text = await tokenizer.tokenize(excerpt(document, num_text * CHARACTERS_PER_TOKEN, rng))
     place = rng.randrange(num_text // 8, num_text - num_text // 8) if num_text > 8 else 0
     return tuple([*text[:place], *fact_ids, *text[place:num_text], *question_ids])
 

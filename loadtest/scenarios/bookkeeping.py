@@ -27,7 +27,10 @@ async def run(bench: Bench) -> Outcome:
 
     Raises:
         RuntimeError: there is no benchmark here, or it failed.
+        ValueError: something is to be changed (``--set``), and nothing can be.
     """
+    if bench.overrides:
+        raise ValueError("bookkeeping takes no --set: python -m benchmarks.bookkeeping has options")
     options = OPTIONS[bench.size]
     repeats = bench.repeats or REPEATS[bench.size]
     outcome = bench.begin(

@@ -85,10 +85,14 @@ SIZES = {
 }
 
 
+def make_engine(size: Size, num_blocks: int) -> Engine:
+    """A pool of so many blocks."""
+    return Engine(num_blocks=num_blocks, flags={"max-model-len": str(size.max_model_len)})
+
+
 async def make_arms(bench: Bench, size: Size, num_blocks: int) -> dict[str, Arm]:
     """Native, naive and lazy per policy, and the rivals, on one pool."""
-    flags = {"max-model-len": str(size.max_model_len)}
-    engine = Engine(num_blocks=num_blocks, flags=flags)
+    engine = make_engine(size, num_blocks)
     arms = {"native": Arm("native", "off", {}, engine)}
     for policy in size.policies:
         document = {"policy": policy, "budget_tokens": size.budget_tokens}
@@ -132,7 +136,7 @@ async def _saturate(
     bench: Bench, size: Size, outcome: Outcome, arms: dict[str, Arm], blocks: int, repeats: int
 ) -> None:
     for repeat, name in abba(list(arms), repeats):
-        tokenizer = await bench.tokenizer(arms[name])
+        tokenizer = await bench.client(arms[name])
         jobs = await make_jobs(size.workload, tokenizer, size.saturated, max(repeat, 0))
         result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
         if repeat >= 0:
@@ -140,12 +144,14 @@ async def _saturate(
 
 
 def saturated(result: Run) -> dict[str, float]:
-    """What runs at once, in how many blocks each, while others wait."""
-    samples = [s for s in crowded(result.samples) if s.running] or list(result.samples)
+    """How many run at once while others wait (if any ever do), and in how many blocks each."""
+    crowd = [s for s in crowded(result.samples) if s.running]
+    samples = crowd or [s for s in result.samples if s.running]
     size = STOCK_BLOCK_SIZE if result.is_off else BLOCK_SIZE
     blocks = [s.pool["used_blocks"] * size / BLOCK_SIZE / max(1, s.running) for s in samples]
+    running = {"running": mean_per_step(crowd, [s.running for s in crowd])} if crowd else {}
     return {
-        "running": mean_per_step(samples, [s.running for s in samples]),
+        **running,
         "blocks_per_running_request": mean_per_step(samples, blocks),
         **block_use(samples),
     }
@@ -163,7 +169,7 @@ async def _sweep_all(
                     size.saturated.num_prompt_tokens,
                     size.saturated.num_output_tokens,
                 )
-                tokenizer = await bench.tokenizer(arm)
+                tokenizer = await bench.client(arm)
                 jobs = await make_jobs(size.workload, tokenizer, lengths, 100 + repeat)
                 result = await bench.run(arm, jobs, Load(concurrency), repeat)
                 tried.append((concurrency, is_feasible(result, concurrency)))
@@ -181,8 +187,12 @@ def is_feasible(result: Run, concurrency: int) -> bool:
 
 
 def waiting_ratio(samples: Sequence[Sample], concurrency: int) -> float:
-    """Share of the open requests that wait, mean over steps in which all clients have one."""
-    full = [s for s in samples if s.running + s.waiting >= concurrency]
+    """Share of the open requests that wait, mean over steps in which all clients have one.
+
+    If no sample shows that, over all steps in which anybody has one.
+    """
+    open_ones = [s for s in samples if s.running + s.waiting]
+    full = [s for s in open_ones if s.running + s.waiting >= concurrency] or open_ones
     return mean_per_step(full, [s.waiting / (s.running + s.waiting) for s in full])
 
 
@@ -199,6 +209,6 @@ def _describe(size: Size, repeats: int) -> dict[str, Any]:
         "feasible": f"no preemption, and at most {MAX_WAITING_RATIO:.0%} of open requests wait",
         "repeats": repeats,
         "sweep_repeats": size.sweep_repeats,
-        "engine": Engine(num_blocks=size.pools[-1]).arguments("lazy"),
+        "engine": make_engine(size, size.pools[-1]).arguments("lazy"),
         "native": f"block size {STOCK_BLOCK_SIZE}, half as many blocks: the same bytes",
     }

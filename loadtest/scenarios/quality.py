@@ -6,7 +6,8 @@ tokens and logprobs must be equal to the last bit.
 *Damage*: each policy against full attention (policy ``none``) on the same service. A context is
 computed, cut to the keep ratio, and what follows is teacher-forced: running text; or a list that is
 copied, values that are looked up, facts that were hidden. The text's context is also continued
-freely, with evictions as it grows.
+freely, with evictions as it grows. Full attention is asked twice: its row is how far apart two
+answers to the same question are.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ async def _identity(bench: Bench, size: Size, outcome: Outcome, policy: str) -> 
     answers: dict[str, list[dict[str, Any]]] = {}
     for mode in ("naive", "lazy"):
         arm = Arm(f"identity/{policy}/{mode}", mode, document)
-        client = await bench.tokenizer(arm)
+        client = await bench.client(arm)
         lengths = Lengths(size.num_generations, size.identity_prompt, size.identity_output)
         jobs = await make_jobs(size.identity_workload, client, lengths, 0)
         started = time.monotonic()
@@ -101,9 +102,9 @@ async def _generate(client: Any, job: Job) -> dict[str, Any]:
 async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
     """Some cases at a time, in every cell: what is there after an error covers all cells."""
     arm = Arm("damage", "naive", {}, size.engine())
-    client = await bench.tokenizer(arm)
+    client = await bench.client(arm)
     cases = await make_cases(client, long_text(), size.num_cases, size.num_context, size.num_text)
-    cells = (("full", 1.0), *size.cells())
+    cells = (("full", 1.0), ("full", 1.0), *size.cells())
     for start in range(0, len(cases), size.num_parallel):
         few = cases[start : start + size.num_parallel]
         references: list[Told] = []
@@ -113,7 +114,9 @@ async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
             if policy == "full":
                 document = {"policy": FULL}
             told = await ask(bench.fleet, arm, document, few, size)
-            references = references or told
+            if not references:
+                references = told
+                continue
             for case, ours, reference in zip(few, told, references, strict=True):
                 metrics = distances(case, ours, reference, keep_ratio)
                 outcome.add(f"{policy}@{keep_ratio:g}", metrics)

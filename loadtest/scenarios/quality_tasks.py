@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 from loadtest.client import Client
 from loadtest.documents import Document, excerpt
+from loadtest.workloads import CHARACTERS_PER_TOKEN, LETTERS
 
 TASKS = ("text", "copy", "lookup", "needle")
-_CHARACTERS_PER_TOKEN = 8  # more than any tokenizer needs; what is too long is cut
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MAX_ASKED = 6
 
 
@@ -60,7 +59,11 @@ async def make_cases(
 
 @dataclass(frozen=True)
 class _Item:
-    """Something to be recalled: its token ids in the context are ``cue`` and ``answer``."""
+    """Something to be recalled: its token ids in the context are ``cue`` and ``answer``.
+
+    The space before a number belongs to the cue: SmolLM2's tokenizer gives it a token of its own,
+    which is no answer.
+    """
 
     task: str
     cue: list[int]
@@ -103,14 +106,14 @@ class _Maker:
     async def _facts(self) -> list[_Item]:
         count = max(1, self._num_context // 128)
         pairs = [(self._word(6), self._rng.randrange(10_000, 100_000)) for _ in range(count)]
-        cue = "\nThe access code of room {} is"
-        return [await self._item("needle", cue.format(n), f" {x}") for n, x in pairs]
+        cue = "\nThe access code of room {} is "
+        return [await self._item("needle", cue.format(n), str(x)) for n, x in pairs]
 
     async def _numbers(self) -> list[_Item]:
         count = self._num_context // 32
         pairs = [(self._word(5), self._rng.randrange(1000, 10_000)) for _ in range(count)]
-        cue = "\nThe number of {} is"
-        return [await self._item("lookup", cue.format(n), f" {x}") for n, x in pairs]
+        cue = "\nThe number of {} is "
+        return [await self._item("lookup", cue.format(n), str(x)) for n, x in pairs]
 
     async def _item(self, task: str, cue: str, answer: str) -> _Item:
         parts = [await self._client.tokenize(part) for part in (cue, answer, ".")]
@@ -127,11 +130,11 @@ class _Maker:
         return [*found, *prose[begin:]]
 
     async def _prose(self, num_tokens: int) -> tuple[int, ...]:
-        text = excerpt(self._document, num_tokens * _CHARACTERS_PER_TOKEN, self._rng)
+        text = excerpt(self._document, num_tokens * CHARACTERS_PER_TOKEN, self._rng)
         return tuple((await self._client.tokenize(text))[:num_tokens])
 
     def _word(self, length: int) -> str:
-        return "".join(self._rng.choices(_LETTERS, k=length))
+        return "".join(self._rng.choices(LETTERS, k=length))
 
 
 def _length(items: Sequence[_Item]) -> int:

@@ -53,7 +53,7 @@ SIZES = {
         240,
         rates=(0.25, 0.5, 0.75, 1.0),
     ),
-    "quick": Size(("random",), Lengths(16, 512, 64), (4, 8, 12), 8, 1, DOCUMENT, 200),
+    "quick": Size(("random",), Lengths(16, 512, 64), (4, 5, 6, 8, 10, 12), 8, 1, DOCUMENT, 200),
     "smoke": Size(("random",), Lengths(4, 96, 24), (1, 2), 2, 1, SYNTHETIC, 1200, rates=(8.0,)),
 }
 BUDGET_TOKENS = {"full": 256, "quick": 192, "smoke": 48}
@@ -124,11 +124,12 @@ class _Search:
 
     async def arrive(self, arm: Arm, repeat: int, limit_ms: float, rate: float) -> None:
         """One open loop of ``rate`` requests per second; goodput counts those within the limit."""
-        tokenizer = await self._bench.tokenizer(arm)
+        tokenizer = await self._bench.client(arm)
         lengths = self._size.lengths
         jobs = await make_jobs(self._size.workload, tokenizer, lengths, repeat)
         offsets = poisson_offsets(len(jobs), rate, repeat)
-        result = await self._bench.run(arm, jobs, Load(offsets=tuple(offsets)), repeat)
+        load = Load(offsets=tuple(offsets))
+        result = await self._bench.run(arm, jobs, load, repeat, watch=False)
         found = summarize(result.answers, Goals(e2el_ms=limit_ms))
         names = ("request_goodput", "request_throughput", "p95_e2el_ms", "p99_ttft_ms")
         metrics = {name: found[name] for name in names}
@@ -139,9 +140,10 @@ class _Search:
         lengths = self._size.lengths
         num_jobs = max(lengths.num_jobs, 2 * concurrency) if repeat >= 0 else concurrency
         lengths = Lengths(num_jobs, lengths.num_prompt_tokens, lengths.num_output_tokens)
-        tokenizer = await self._bench.tokenizer(arm)
+        tokenizer = await self._bench.client(arm)
         jobs = await make_jobs(self._size.workload, tokenizer, lengths, max(repeat, 0))
-        result = await self._bench.run(arm, jobs, Load(concurrency), repeat)
+        load = Load(concurrency)
+        result = await self._bench.run(arm, jobs, load, repeat, watch=False)
         found = summarize(result.answers)
         if repeat >= 0:
             names = ("output_throughput", "p95_e2el_ms", "mean_tpot_ms", "mean_ttft_ms")

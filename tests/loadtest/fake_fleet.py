@@ -16,11 +16,20 @@ class FakeFleet(Fleet):
         arms: that a service was started for, in order.
     """
 
-    def __init__(self, service: FakeService, folder: Path, *, share_modes: bool = True) -> None:
-        super().__init__(folder, share_modes=share_modes)
+    def __init__(
+        self,
+        service: FakeService,
+        folder: Path,
+        *,
+        share_modes: bool = True,
+        keep_services: bool = True,
+    ) -> None:
+        super().__init__(folder, share_modes=share_modes, keep_services=keep_services)
         self._fake = service
-        self.settle_seconds = 0.0
         self.arms: list[Arm] = []
+
+    def settle_seconds(self, arm: Arm) -> float:
+        return 0.0
 
     async def _start(self, arm: Arm) -> _Service:
         self.num_started += 1

@@ -52,8 +52,10 @@ def test_given_service_is_measured(service, tmp_path, capsys):
     assert cli.main(["waste", *options, "--out", str(tmp_path), "--repeats", "1"]) == 0
     result = json.loads((tmp_path / "waste.json").read_text())
     assert result["command"] == (
-        "scripts/loadtest waste --smoke --repeats 1 --set 'keep_ratio=0.3' --poll-seconds 0.05"
+        "scripts/loadtest waste --smoke --repeats 1 --set 'keep_ratio=0.3' "
+        f"--url {service.url} --poll-seconds 0.05"
     )
+    assert result["config"]["engine"] == "the service at --url"
     assert result["config"]["keep_ratio"] == 0.3
     assert "synthetic/random" in result["arms"]
     assert "synthetic/random" in capsys.readouterr().out
@@ -148,6 +150,9 @@ def test_evaluate_runs_its_scenarios_and_summarizes(tmp_path, monkeypatch, argum
         cli.report.write(built, tmp_path)
         return 0
 
+    left = tmp_path / "frontier.json"
+    left.write_text('{"scenario": "of last week"}')
+    os.utime(left, (1, 1))
     monkeypatch.setattr(evaluate.cli, "main", main)
     assert evaluate.main([*arguments, "--out", str(tmp_path)]) == 0
     assert tuple(asked[: len(names)]) == tuple(names)
@@ -155,3 +160,4 @@ def test_evaluate_runs_its_scenarios_and_summarizes(tmp_path, monkeypatch, argum
     summary = (tmp_path / "summary.md").read_text()
     assert "Paper: twice as many." in summary
     assert "m: a / b" in summary
+    assert "of last week" not in summary

@@ -12,7 +12,7 @@ from loadtest import fleet as fleet_module
 from loadtest import server as server_module
 from loadtest.bench import abba, wait_idle
 from loadtest.client import Client
-from loadtest.fleet import MAX_SERVICES, Arm, Engine, Fleet
+from loadtest.fleet import MAX_SERVICES, Arm, Engine, Fleet, check_document
 from loadtest.server import Server, StartError, flag_list
 from tests.loadtest.fake_fleet import FakeFleet
 from tests.loadtest.fake_service import KEY
@@ -37,9 +37,27 @@ def test_arms_that_differ_in_policy_share_a_service(service, tmp_path):
     assert fleet.num_started == 1
     first, second = service.patches
     assert (first["policy"], first["keep_ratio"], first["mode"]) == ("random", 0.5, "naive")
-    assert "budget_tokens" not in first
+    assert first["budget_tokens"] is None
     assert (second["policy"], second["budget_tokens"]) == ("streaming_llm", 1024)
-    assert "keep_ratio" not in second
+    assert second["keep_ratio"] is None
+
+
+def test_an_arm_has_nothing_of_the_arm_before_it(service, tmp_path):
+    """A field whose default is nothing is sent as null: left out, it would keep its value."""
+    capped = {"policy": "random", "budget_tokens": 256, "max_blocks_per_request": 17}
+    arms = [Arm("capped", "lazy", capped), Arm("plain", "lazy", {"policy": "random"})]
+    service.document["max_blocks_per_request"] = None
+    ask(service, tmp_path, arms, share_modes=True)
+    first, second = service.patches
+    assert first["max_blocks_per_request"] == 17
+    assert second["max_blocks_per_request"] is None
+    assert service.document["max_blocks_per_request"] is None
+
+
+def test_an_arm_is_not_measured_under_another_document():
+    """If the service answers with another one, the field and both values are told."""
+    with pytest.raises(RuntimeError, match=r"a would .* theta_f: wanted 0.1, is 0.25"):
+        check_document("a", {"theta_f": 0.1, "seed": 0}, {"theta_f": 0.25, "seed": 0, "x": 1})
 
 
 @pytest.mark.parametrize(("share_modes", "num_started"), [(False, 2), (True, 1)])
@@ -73,11 +91,11 @@ def test_the_service_not_used_for_longest_is_ended(service, tmp_path):
     assert [arm.name for arm in fleet.arms] == ["0", "1", "2", "3", "4", "0"]
 
 
-def test_release_ends_all_unless_modes_are_shared(service, tmp_path):
+def test_release_ends_all_unless_they_are_kept(service, tmp_path):
     """A smoke run keeps its services for the next scenario."""
 
-    async def run(share_modes: bool) -> int:
-        async with FakeFleet(service, tmp_path, share_modes=share_modes) as fleet:
+    async def run(keep_services: bool) -> int:
+        async with FakeFleet(service, tmp_path, keep_services=keep_services) as fleet:
             await fleet.client(Arm("a", "naive"))
             await fleet.release()
             await fleet.client(Arm("a", "naive"))
@@ -93,9 +111,11 @@ def test_given_service_is_measured_and_never_started(service, tmp_path):
     async def run():
         async with Fleet(tmp_path, url=service.url, admin_key=KEY) as fleet:
             client = await fleet.client(Arm("a", "lazy", {"theta_f": 0.1}))
-            assert await fleet.client(Arm("b", "naive", engine=OTHER)) is client
+            assert await fleet.client(Arm("b", "naive")) is client
             assert fleet.num_started == 0
-            assert fleet.settle_seconds > 2
+            assert fleet.settle_seconds(Arm("a", "lazy")) > 2
+            with pytest.raises(ValueError, match=r"one engine; c needs .*override 300"):
+                await fleet.client(Arm("c", "lazy", engine=OTHER))
 
     asyncio.run(run())
     assert service.patches[0]["theta_f"] == 0.1
@@ -146,7 +166,7 @@ def is_running(pid: int) -> bool:
 def test_server_is_ready_when_it_says_so_and_stops_with_its_children(tmp_path, monkeypatch):
     """The address is read from its output; a child that outlives it is ended too."""
     body = f"""
-[ "$1 $2 $3 $4 $VTOKEN_METRICS_POLL_SECONDS" = "serve --port 0 --flag 0.2" ] || exit 3
+[ "$1 $2 $3 $4 $VTOKEN_ENGINE_TIMEOUT_SECONDS" = "serve --port 0 --flag 120" ] || exit 3
 sleep 1000 & echo $! > {tmp_path}/child
 echo "vtoken-serve ready on http://127.0.0.1:1234 (model m, lazy)"
 wait"""

@@ -40,8 +40,24 @@ def test_impossible_comparisons_are_left_out():
     """Zeros, unequal numbers of samples, unknown arms."""
     outcome = make_outcome()
     outcome.compare("ours", "nobody", ("blocks",))
-    outcome.add("ours", {"blocks": 1})
+    outcome.add("ours", {"blocks": 1, "preemptions": 0})
     assert describe_comparisons(outcome) == {}
+
+
+def test_a_repeat_that_could_not_say_is_no_pair_and_moves_no_other():
+    """Each arm lacks the metric in another repeat: two of four pairs are left, the right ones."""
+    outcome = Outcome()
+    for repeat in range(4):
+        outcome.add("ours", {"steps": 1} | ({} if repeat == 0 else {"blocks": 10.0**repeat}))
+        outcome.add("theirs", {"steps": 1} | ({} if repeat == 2 else {"blocks": 10.0**repeat}))
+    outcome.compare("ours", "theirs", ("blocks",))
+    ratio = describe_comparisons(outcome)["blocks: ours / theirs"]
+    assert (ratio["ratio"], ratio["ci95"], ratio["pairs"]) == (1.0, [1.0, 1.0], 2)
+    found = describe_arms(outcome.arms)["ours"]["blocks"]
+    assert found["samples"] == [None, 10, 100, 1000]
+    assert found["mean"] == 370
+    outcome.add("nothing", {"steps": math.nan})
+    assert describe_arms(outcome.arms)["nothing"]["steps"]["mean"] is None
 
 
 def test_one_pair_has_a_ratio_and_no_interval():

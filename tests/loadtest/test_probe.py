@@ -95,7 +95,7 @@ def test_samples_come_from_metrics_in_mode_off(service, is_off):
             return await take_sample(client, is_off=is_off)
 
     sample = asyncio.run(run())
-    assert sample.pool["used_blocks"] == 50
+    assert sample.pool["used_blocks"] == (0.5 * 99 if is_off else 50)  # vLLM keeps one of 100
     assert (sample.decoding is None) is is_off
 
 

@@ -73,7 +73,7 @@ def test_everything_to_be_recalled_is_in_the_context(service, tmp_path):
     assert words.endswith(scored["copy"] + ".")
     for task, start in (("needle", "The access code "), ("lookup", "The number ")):
         lines = [line for line in asked if line.startswith(start)]
-        assert scored[task] == "".join(" " + line.removesuffix(".").split()[-1] for line in lines)
+        assert scored[task] == "".join(line.removesuffix(".").split()[-1] for line in lines)
 
 
 PROMPT = (1, 2, 3, 4)
@@ -143,7 +143,7 @@ def test_every_cell_gets_every_case_some_at_a_time(service, tmp_path):
     result = measure(service, tmp_path, **overrides)
     assert {len(arm["nll"]["samples"]) for arm in result["arms"].values()} == {3}
     forced = [body for body in service.requests if "prompt_logprobs" in body]
-    assert len(forced) == 2 * 3 * 2
+    assert len(forced) == 2 * 3 * 3  # full attention is asked twice
     patches = [patch.get("evict_during_prefill") for patch in service.patches[-4:]]
     assert patches == [True, None, True, None]
 

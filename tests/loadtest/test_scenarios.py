@@ -151,6 +151,8 @@ def test_bookkeeping_wraps_the_benchmark(monkeypatch):
     monkeypatch.setattr(module, "_run_once", run_once)
     outcome = asyncio.run(module.run(Bench(fleet=None, repeats=2, size="quick")))
     assert outcome.arms["4096 tokens@64"]["median_ms"] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="no --set"):
+        asyncio.run(module.run(Bench(fleet=None, overrides={"repeats": 1})))
 
 
 def test_bookkeeping_really_runs():
@@ -229,6 +231,22 @@ def test_native_blocks_are_counted_in_tokens():
     ours, native = (frontier.saturated(make_run(samples, is_off=off)) for off in (False, True))
     assert native["blocks_per_running_request"] == 2 * ours["blocks_per_running_request"]
     assert ours["running"] == 4
+
+
+def test_what_runs_while_others_wait_is_not_said_where_nobody_does():
+    """An ample pool; and samples in which nothing runs count for nothing."""
+    samples = [make_sample(running, 0, steps=n) for n, running in enumerate((0, 6, 6, 0))]
+    found = frontier.saturated(make_run(samples))
+    assert "running" not in found
+    assert found["blocks_per_running_request"] == 40
+    assert frontier.saturated(make_run([make_sample(0, 0)]))["blocks_per_running_request"] == 0
+
+
+def test_clients_that_were_never_seen_all_at_once_are_judged_by_what_was_seen():
+    """Not feasible for want of a sample."""
+    samples = [make_sample(2, 2, steps=n) for n in (1, 2)]
+    assert frontier.waiting_ratio(samples, 8) == 0.5
+    assert frontier.waiting_ratio([], 8) == 0
 
 
 def test_frontier_arms_cover_modes_policies_and_rivals(service, tmp_path):

@@ -21,7 +21,9 @@ from loadtest.statistics import (
 NUM_EXPERIMENTS = 300
 
 
-@pytest.mark.parametrize(("num_samples", "at_least"), [(5, 0.9), (10, 0.92), (30, 0.92)])
+@pytest.mark.parametrize(
+    ("num_samples", "at_least"), [(3, 0.92), (4, 0.92), (5, 0.9), (10, 0.92), (30, 0.92)]
+)
 def test_interval_of_a_mean_covers_the_true_mean(num_samples, at_least):
     """About 95 % of intervals of normal samples hold the true mean, for few samples too."""
     rng = np.random.default_rng(1)
