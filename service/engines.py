@@ -36,15 +36,15 @@ _COMMON = ("effective_theta_f", "relocation_disabled")
 
 _RECEIPT_COUNTS = ("num_sequences", "evicted_tokens", "live_tokens", "freed_blocks")
 
-LOCK_SECONDS = 30.0
-"""Longer than any change takes; a process that died with the lock takes the server down anyway."""
+LOCK_POLL_SECONDS = 0.02
+"""Between two looks whether another process still changes something."""
 
 
 def utility_call(engine_core: Any, change_lock: Lock | None = None) -> UtilityCall:
     """vLLM's utility call to the engine, or to all of them with their answers made one.
 
-    ``change_lock`` keeps changes from several processes apart: else engines might see two of them
-    in different orders. One engine needs no such help.
+    ``change_lock`` keeps changes from several processes apart; those of this process are, without
+    it. One engine needs no such help: it checks the expected version as it makes the change.
     """
     if len(getattr(engine_core, "core_engines", ())) < 2:
         call: UtilityCall = engine_core.call_utility_async
@@ -60,6 +60,10 @@ def engine_numbers(engine_core: Any) -> tuple[str, ...]:
 class AllEngines:
     """Calls every engine.
 
+    A change is a trial and a call that makes it, with answers awaited in between. One change at a
+    time: else two that expect the same version would both find it, and engines might see changes
+    in different orders.
+
     Args:
         call_all: vLLM's call that returns one answer per engine, in their order.
         change_lock: held while their policy documents are changed, if other processes do so, too.
@@ -67,6 +71,7 @@ class AllEngines:
 
     def __init__(self, call_all: UtilityCall, change_lock: Lock | None = None) -> None:
         self._call_all = call_all
+        self._own_lock = asyncio.Lock()
         self._change_lock = change_lock
 
     async def __call__(self, method: str, *args: Any) -> Reply:
@@ -81,7 +86,7 @@ class AllEngines:
         if payload.get("dry_run"):
             _, answer = await self._tried(method, op, payload)
             return answer
-        async with _held(self._change_lock):
+        async with self._own_lock, _held(self._change_lock):
             # All or none: bounds may depend on an engine's pool.
             trial, answer = await self._tried(method, op, payload)
             if "ok" not in answer:
@@ -109,15 +114,17 @@ class AllEngines:
 
 @asynccontextmanager
 async def _held(lock: Lock | None) -> AsyncIterator[None]:
+    """The caller's patience ends the wait; a process that died with the lock ends the server."""
     if lock is None:
         yield
         return
-    is_held = await asyncio.to_thread(lock.acquire, True, LOCK_SECONDS)
+    # Not in a thread: when the waiter is given up, its thread would still take the lock, for ever.
+    while not lock.acquire(block=False):
+        await asyncio.sleep(LOCK_POLL_SECONDS)
     try:
         yield
     finally:
-        if is_held:
-            lock.release()
+        lock.release()
 
 
 def _refusal(replies: Sequence[Reply]) -> Reply | None:

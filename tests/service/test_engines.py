@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from service.engine_link import EngineLink
 from service.engines import AllEngines, merged_pool, merged_pulse, utility_call
-from service.errors import RejectedError, StaleVersionError
+from service.errors import EngineGoneError, RejectedError, StaleVersionError
 from service.metrics import VTokenCollector
 from vtoken.config import VTokenConfig
 
@@ -165,6 +165,31 @@ def test_a_change_that_makes_documents_equal_makes_versions_equal(fleet):
     assert "engines" not in run(link.get_policy())
 
 
+def test_of_two_changes_at_once_one_finds_its_version_gone(fleet):
+    """One API process: trial and change of one request are not cut by those of another."""
+    from service.engine_link import ChangeOptions
+
+    link, engines = fleet
+    answers = link._call._call_all
+
+    async def slow(*args: Any) -> list[Any]:
+        found = answers(*args)
+        await asyncio.sleep(0)
+        return await found
+
+    async def both() -> list[Any]:
+        link._call = AllEngines(slow)
+        changes = [{"headroom_blocks": blocks} for blocks in (8, 9)]
+        options = ChangeOptions(expected_version=1)
+        made = (link.set_policy(change, options) for change in changes)
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    first, second = run(both())
+    assert first["version"] == 2
+    assert isinstance(second, StaleVersionError)
+    assert [(e.version, e.document["headroom_blocks"]) for e in engines] == [(2, 8), (2, 8)]
+
+
 def test_a_dry_run_shows_the_requests_of_all_engines(fleet):
     """With the number of their engine; a total that one engine does not know is unknown."""
     from service.engine_link import ChangeOptions
@@ -287,3 +312,28 @@ def test_changes_from_several_processes_do_not_mix() -> None:
     lock.release()
     asyncio.run(AllEngines(call_all, lock)("vtoken_call", "set_policy", payload(9, dry_run=True)))
     assert seen[-1] == (9, True), "a preview needs no lock"
+
+
+def test_a_change_that_is_given_up_leaves_the_lock_alone() -> None:
+    """It waited for another process; once that has let go, the next change gets the lock."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    engines = [Engine(POOL), Engine(POOL)]
+
+    async def call_all(method: str, op: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
+        return [engine.answer(op, payload) for engine in engines]
+
+    def make_link(timeout_seconds: float) -> EngineLink:
+        call = AllEngines(call_all, lock)
+        return EngineLink(call, mode="lazy", is_dead=bool, timeout_seconds=timeout_seconds)
+
+    async def sequence() -> None:
+        assert lock.acquire(block=False)
+        with pytest.raises(EngineGoneError):
+            await make_link(0.05).set_policy({"headroom_blocks": 8})
+        lock.release()
+        await asyncio.sleep(0.1)  # for whoever might still wait
+        assert (await make_link(60).set_policy({"headroom_blocks": 9}))["version"] == 2
+
+    run(sequence())
+    assert lock.acquire(block=False), "released in the end"
+    lock.release()
