@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -31,6 +32,10 @@ UtilityCall: TypeAlias = Callable[..., Awaitable[Any]]
 """``await call("vtoken_call", op, payload)``; vLLM's ``call_utility_async`` has this shape."""
 
 _MAX_VALUE_CHARS = 1000
+_OPEN_END = (
+    "; the change may be made all the same: look at GET /admin/policy/history before you send it "
+    "again, or send it with If-Match"
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,9 @@ class EngineLink:
         Raises:
             RejectedError: a field is unknown, fixed while running or out of bounds.
             StaleVersionError: a version is expected and is not the present one.
+            EngineGoneError: whether the change is made is open. One engine makes none that it has
+                not begun when time is up; of several, some may not have answered the call that
+                makes it, and still do as it says.
         """
         return await self._change("set_policy", {"changes": dict(changes)}, options)
 
@@ -135,7 +143,8 @@ class EngineLink:
     async def _change(
         self, op: str, payload: dict[str, Any], options: ChangeOptions
     ) -> dict[str, Any]:
-        reply = await self._request(op, dict, {**payload, **asdict(options)})
+        deadline = time.monotonic() + self._timeout_seconds
+        reply = await self._request(op, dict, {**payload, **asdict(options), "deadline": deadline})
         if options.dry_run:
             return {**reply, "dry_run": True}
         return self._seen(reply)
@@ -190,17 +199,19 @@ class EngineLink:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._call(UTILITY_NAME, op, payload)
         except TimeoutError as error:
-            raise self._gone(op) from error
+            raise self._gone(op, payload) from error
         except Exception as error:  # vLLM reports failures of a utility as plain Exception
             if self._is_dead():
                 raise EngineGoneError("the engine is dead") from error
             raise EngineFaultError(f"the engine failed at {op!r}: {error}") from error
 
-    def _gone(self, op: str) -> AdminError:
+    def _gone(self, op: str, payload: Mapping[str, Any] | None) -> AdminError:
         if self._is_dead():
             return EngineGoneError("the engine is dead")
+        is_change = payload is not None and payload.get("dry_run") is False
         return EngineGoneError(
             f"the engine did not answer {op!r} within {self._timeout_seconds:g} s"
+            f"{_OPEN_END if is_change else ''}"
         )
 
 
@@ -213,6 +224,8 @@ def _raise_refusal(op: str, error: object) -> NoReturn:
         raise RejectedError(_bounded(message), field=field, value=value, bound=bound)
     if fields.get("type") == "VersionConflict":
         raise StaleVersionError(message)
+    if fields.get("type") == "TooLate":
+        raise EngineGoneError(message)
     if fields.get("type") == "ModeOff":
         raise ModeOffError(message)
     raise EngineFaultError(f"the engine failed at {op!r}: {message}")

@@ -83,6 +83,8 @@ class AllEngines:
         op, payload = args
         if op not in _CHANGES:
             return await self._merged(method, op, payload)
+        # All make a change, however late, or none does; and another host has another clock.
+        payload = {**payload, "deadline": None}
         if payload.get("dry_run"):
             _, answer = await self._tried(method, op, payload)
             return answer

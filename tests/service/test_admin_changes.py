@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 
 import pytest
@@ -349,3 +350,42 @@ def test_a_violation_is_in_the_history(door, engine):
     assert newest["changes"] == {"mode": {"from": "lazy", "to": "naive"}}
     warnings = rollback(door, params={"dry_run": "true"}).json()["warnings"]
     assert any(w.startswith("relocation: a violation stopped it") for w in warnings)
+
+
+# -- changes that nobody waits for any more ------------------------------------------------
+
+
+class BusyEngine(LayerEngine):
+    """Inside a step that takes longer than anybody waits: calls queue up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_busy = False
+        self.queue: list[tuple] = []
+
+    async def call_utility_async(self, *call):
+        if self.is_busy:
+            self.queue.append(call)
+            await asyncio.Event().wait()
+        return await super().call_utility_async(*call)
+
+    def end_step(self) -> list[dict]:
+        """Everything that was sent is answered; nobody listens."""
+        self.is_busy = False
+        return [asyncio.run(self.call_utility_async(*call)) for call in self.queue]
+
+
+def test_change_that_was_given_up_is_not_made_later(make):
+    """A rollback that got 503 and is sent again does not undo itself when the engine is back."""
+    engine = BusyEngine()
+    hasty, door = make.door(engine, timeout_seconds=0.05), make.door(engine, timeout_seconds=60)
+    door.patch({"budget_tokens": 128})
+    engine.is_busy = True
+    for answer in (rollback(hasty), hasty.patch({"sink_tokens": 2})):
+        assert answer.status_code == 503
+        assert "/admin/policy/history" in answer.json()["error"]["message"]
+    late = engine.end_step()
+    assert [answer["error"]["type"] for answer in late] == ["TooLate", "TooLate"]
+    assert len(history(door)) == 2
+    assert rollback(door).json()["document"]["budget_tokens"] == 64
+    assert len(history(door)) == 3

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from service.engine_link import EngineLink
+from service.engine_link import ChangeOptions, EngineLink
 from service.errors import (
     EngineFaultError,
     EngineGoneError,
@@ -50,6 +50,19 @@ def test_silent_engine_is_gone_after_the_timeout(make, engine):
         call(make.link(engine, timeout_seconds=0.05))
 
 
+def test_silence_leaves_open_what_becomes_of_a_change(make, engine):
+    """It was sent, so the error says how to find out; a dry run and a reading change nothing."""
+    engine.hangs = True
+    link = make.link(engine, timeout_seconds=0.05)
+    for op in ("set_policy", "rollback_policy"):
+        args = ({"theta_f": 0.5},) if op == "set_policy" else (None,)
+        with pytest.raises(EngineGoneError, match=r"GET /admin/policy/history .* with If-Match"):
+            call(link, op, *args)
+        with pytest.raises(EngineGoneError) as caught:
+            call(link, op, *args, ChangeOptions(dry_run=True))
+        assert "history" not in str(caught.value)
+
+
 def test_engine_that_dies_during_the_call_is_gone(make, engine):
     """Whatever vLLM raises then, the reason is the death."""
     link = make.link(engine)
@@ -86,6 +99,7 @@ def test_exceptions_are_faults(make, engine):
         ("ConfigError", RejectedError),
         ("VersionConflict", StaleVersionError),
         ("ModeOff", ModeOffError),
+        ("TooLate", EngineGoneError),
         ("UnknownOperation", EngineFaultError),
     ],
 )

@@ -165,6 +165,20 @@ def test_a_change_that_makes_documents_equal_makes_versions_equal(fleet):
     assert "engines" not in run(link.get_policy())
 
 
+def test_no_engine_comes_too_late_for_a_change_that_others_make(fleet):
+    """Each gets it without the deadline, which is of a clock that another host has not."""
+    link, _ = fleet
+    call_all, sent = link._call._call_all, []
+
+    async def seen(method: str, op: str, payload: dict[str, Any]) -> list[Any]:
+        sent.append(payload["deadline"])
+        return await call_all(method, op, payload)
+
+    link._call = AllEngines(seen)
+    assert run(link.set_policy({"headroom_blocks": 8}))["version"] == 2
+    assert sent == [None, None]
+
+
 def test_of_two_changes_at_once_one_finds_its_version_gone(fleet):
     """One API process: trial and change of one request are not cut by those of another."""
     from service.engine_link import ChangeOptions

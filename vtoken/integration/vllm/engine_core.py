@@ -46,10 +46,16 @@ def vtoken_call(engine_core: Any, op: str, payload: Payload | None = None) -> Pa
         return _error("ConfigError", str(error), error.field, repr(error.value), error.bound)
     except VersionConflictError as error:
         return _error("VersionConflict", str(error))
+    except TooLateError as error:
+        return _error("TooLate", str(error))
 
 
 class VersionConflictError(VTokenError):
     """The policy document changed since the caller read it."""
+
+
+class TooLateError(VTokenError):
+    """The caller has given the change up, and may have sent another."""
 
 
 def _error(
@@ -98,9 +104,11 @@ def _change(
     """Put ``config`` in force, or with ``dry_run`` say what that would do.
 
     ``next_version``, if given, is the least that the document gets: other engines have had more.
+    ``deadline``, if given, is when the caller stops waiting, on this host's monotonic clock.
 
     Raises:
         VersionConflictError: ``expected_version`` is given and is not the present one.
+        TooLateError: the deadline has passed.
         ConfigError: the configuration cannot be used.
     """
     layer = scheduler.layer
@@ -112,6 +120,9 @@ def _change(
     if payload.get("dry_run"):
         found = layer.control.preview(config, info)
         return {**_get_policy(scheduler, {}), "document": _live_fields(config), **found}
+    deadline = payload.get("deadline")
+    if deadline is not None and time.monotonic() > deadline:
+        raise TooLateError("the engine came to the change too late, and did not make it")
     warnings = layer.control.warnings(config, info)
     found = {"changes": diff(layer.config, config), "warnings": warnings}
     layer.control.change(config, info, payload.get("next_version"))
