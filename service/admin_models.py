@@ -143,7 +143,7 @@ class HistoryEntry(BaseModel):
     changes: dict[str, Difference] = Field(description="Fields that differ from before.")
 
 
-class PolicyHistory(BaseModel):
+class PolicyHistory(_Open):
     """The changes that are remembered, the newest first."""
 
     version: int = Field(description="In force.")

@@ -9,7 +9,8 @@ document, and balances requests over them. Calls go to all of them, and the answ
     state              pools summed, requests of all engines with the number of theirs
     snapshot           of every engine; metrics have the label ``engine``
     receipts           sums: sequences of one answer may have run anywhere
-    pulse              sums: an engine that hangs answers nobody
+    pulse              sums, and each engine's own under ``engines``: one that hangs answers nobody,
+                       one that makes no step is not made up for by the others
     blocks             the first engine's, and all of them under ``engines``
 """
 
@@ -157,7 +158,7 @@ def _next_version(trial: Sequence[Reply]) -> int | None:
 
 
 def merged_pulse(pulses: Sequence[Reply]) -> Reply:
-    """Sums; relocation is disabled where any engine says so."""
+    """Sums, with each engine's; relocation is disabled where any engine says so."""
     disabled = [p["relocation_disabled"] for p in pulses if p.get("relocation_disabled")]
     steps = [pulse["steps"] for pulse in pulses]
     merged = {name: sum(pulse[name] for pulse in pulses) for name in ("running", "waiting")}
@@ -165,7 +166,7 @@ def merged_pulse(pulses: Sequence[Reply]) -> Reply:
     if "failed_relocations" in pulses[0]:
         merged["failed_relocations"] = sum(pulse["failed_relocations"] for pulse in pulses)
         merged["relocation_disabled"] = disabled[0] if disabled else None
-    return merged
+    return {**merged, "engines": list(pulses)}
 
 
 def _first(results: Sequence[Any]) -> Any:
@@ -175,6 +176,16 @@ def _first(results: Sequence[Any]) -> Any:
 def _merged_policy(results: Sequence[Reply]) -> Reply:
     """The first engine's; with ``engines``, all of them, if one has changed by itself."""
     same = all(one == results[0] for one in results)
+    return results[0] if same else {**results[0], "engines": list(results)}
+
+
+def _merged_history(results: Sequence[Reply]) -> Reply:
+    """The first engine's; with ``engines``, all of them, if one has changed by itself.
+
+    When each noted a change is no difference.
+    """
+    told = [[{**change, "at": None} for change in result["history"]] for result in results]
+    same = all(one == told[0] for one in told)
     return results[0] if same else {**results[0], "engines": list(results)}
 
 
@@ -239,6 +250,7 @@ def _sums(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "get_policy": _merged_policy,
+    "policy_history": _merged_history,
     "blocks": _merged_blocks,
     "snapshot": _merged_snapshot,
     "state": _merged_state,

@@ -114,8 +114,10 @@ def _engine_reasons(record: PulseRecord, rules: HealthRules, now: float) -> list
         return [Reason("no_answer_yet", "the engine has not answered since the server started")]
     idle = now - record.progressed
     if idle > rules.ready_stall_seconds:
-        work = f"{record.pulse.running} running and {record.pulse.waiting} waiting requests"
-        return [Reason("engine_stalled", f"no step for {idle:.1f} s with {work}")]
+        slowest = record.pulse.parts[record.slowest]
+        work = f"{slowest.running} running and {slowest.waiting} waiting requests"
+        where = f" of engine {record.slowest}" if record.pulse.engines else ""
+        return [Reason("engine_stalled", f"no step{where} for {idle:.1f} s with {work}")]
     return []
 
 

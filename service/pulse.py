@@ -25,13 +25,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Pulse:
-    """One answer of the engine; see ``vtoken.integration.vllm.pulse``."""
+    """One answer of the engine; see ``vtoken.integration.vllm.pulse``.
+
+    Attributes:
+        engines: where there are several, each one's own; the other numbers are sums then.
+    """
 
     running: int
     waiting: int
     steps: int | None
     relocation_disabled: str | None = None
     failed_relocations: float = 0.0
+    engines: tuple[Pulse, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Pulse, ...]:
+        """One for each engine."""
+        return self.engines or (self,)
+
+    def is_progress(self, last: Pulse) -> bool:
+        """Whether this one engine made a step since ``last``, or has nothing to do."""
+        is_idle = self.running + self.waiting == 0
+        return is_idle or self.steps is None or self.steps != last.steps
 
     @classmethod
     def parse(cls, reply: Mapping[str, Any]) -> Pulse:
@@ -46,6 +61,7 @@ class Pulse:
             reply["steps"],
             reply.get("relocation_disabled"),
             float(reply.get("failed_relocations", 0.0)),
+            tuple(map(cls.parse, reply.get("engines", ()))),
         )
 
 
@@ -57,7 +73,9 @@ class PulseRecord:
         pulse: the last answer, None before the first.
         answered: when it came; before the first, when the server started. Monotonic seconds, as
             all times here.
-        progressed: when the engine last made a step, or had nothing to do.
+        progressed: when the engine last made a step, or had nothing to do; of several engines,
+            that for which this is longest ago.
+        slowest: the place of that engine among them.
         copy_failed: when a relocation was last seen to fail; None: never.
         dead: whether vLLM knows that the engine has died.
     """
@@ -67,14 +85,21 @@ class PulseRecord:
     pulse: Pulse | None = None
     copy_failed: float | None = None
     dead: bool = False
+    slowest: int = 0
+    _progressed: tuple[float, ...] = ()
 
     def note(self, pulse: Pulse, now: float) -> None:
         """Take an answer into account; mutates."""
-        last = self.pulse
-        has_work = pulse.running + pulse.waiting > 0
-        has_stepped = last is None or pulse.steps is None or pulse.steps != last.steps
-        if has_stepped or not has_work:
-            self.progressed = now
+        last, parts = self.pulse, pulse.parts
+        if last is None or len(last.parts) != len(parts):
+            self._progressed = (now,) * len(parts)
+        else:
+            self._progressed = tuple(
+                now if part.is_progress(before) else then
+                for part, before, then in zip(parts, last.parts, self._progressed, strict=True)
+            )
+        self.progressed = min(self._progressed)
+        self.slowest = self._progressed.index(self.progressed)
         if last is not None and pulse.failed_relocations > last.failed_relocations:
             self.copy_failed = now
         self.pulse, self.answered = pulse, now

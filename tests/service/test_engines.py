@@ -34,6 +34,14 @@ class Engine:
         self.pool, self.max_headroom = pool, max_headroom
         self.document, self.version = {"headroom_blocks": 4}, 1
         self.receipts: dict[str, int] = {}
+        self.history: list[dict[str, Any]] = []
+
+    def note(self, action: str) -> None:
+        entry = {"version": self.version, "at": str(id(self)), "action": action}
+        self.history.insert(0, entry)
+
+    def policy_history(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return {"version": self.version, "history": list(self.history), "max_changes": 100}
 
     def answer(self, op: str, payload: dict[str, Any]) -> dict[str, Any]:
         if op == "set_policy":
@@ -53,6 +61,7 @@ class Engine:
             return {"ok": {**self.get_policy({}), **found}}
         self.document["headroom_blocks"] = headroom
         self.version = payload.get("next_version") or self.version + 1
+        self.note("patch")
         return {"ok": self.get_policy({})}
 
     def get_policy(self, payload: dict[str, Any]) -> dict[str, Any]:
@@ -165,6 +174,18 @@ def test_a_change_that_makes_documents_equal_makes_versions_equal(fleet):
     assert "engines" not in run(link.get_policy())
 
 
+def test_history_shows_each_engine_once_one_has_changed_by_itself(fleet):
+    """When each noted a change is no difference; a violation that one of them met is."""
+    link, engines = fleet
+    run(link.set_policy({"headroom_blocks": 8}))
+    assert run(link.policy_history()) == engines[0].policy_history({})
+    engines[1].note("safety")
+    found = run(link.policy_history())
+    assert [change["action"] for change in found["history"]] == ["patch"]
+    actions = [[change["action"] for change in one["history"]] for one in found["engines"]]
+    assert actions == [["patch"], ["safety", "patch"]]
+
+
 def test_no_engine_comes_too_late_for_a_change_that_others_make(fleet):
     """Each gets it without the deadline, which is of a clock that another host has not."""
     link, _ = fleet
@@ -266,7 +287,7 @@ def test_metrics_are_labelled_by_engine(fleet):
 
 
 def test_pulse_is_that_of_all_engines():
-    """In the form of one engine's."""
+    """In the form of one engine's, with each of theirs."""
     on = {"running": 1, "waiting": 2, "steps": 3, "failed_relocations": 1.0}
     pulses = [{**on, "relocation_disabled": None}, {**on, "relocation_disabled": "I1: lost"}]
     assert merged_pulse(pulses) == {
@@ -275,9 +296,11 @@ def test_pulse_is_that_of_all_engines():
         "steps": 6,
         "failed_relocations": 2.0,
         "relocation_disabled": "I1: lost",
+        "engines": pulses,
     }
     off = {"running": 1, "waiting": 0, "steps": None}
-    assert merged_pulse([off, off]) == {"running": 2, "waiting": 0, "steps": None}
+    merged = {"running": 2, "waiting": 0, "steps": None, "engines": [off, off]}
+    assert merged_pulse([off, off]) == merged
 
 
 def test_pulse_asks_every_engine():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from service import health
+from service.engines import merged_pulse
 from service.health import CODES, COPY_FAILURE_SECONDS, HealthRules, liveness, readiness
 from service.pulse import Pulse, PulseRecord, PulseWatch
 from tests.service.conftest import Door
@@ -65,9 +66,44 @@ def test_engine_that_answers_without_stepping_is_stalled() -> None:
     assert codes(record, 10.0) == []
 
 
+def make_pulses(*engines: dict[str, Any]) -> Pulse:
+    """What several engines answer."""
+    return Pulse.parse(merged_pulse([{"running": 0, "waiting": 0, **one} for one in engines]))
+
+
+def test_engine_that_steps_does_not_hide_one_that_is_stalled() -> None:
+    """Of several, the one that has stood still for longest decides, and is named."""
+    record = make_record(
+        *(make_pulses({**BUSY, "steps": 3}, {"running": 5, "steps": n}) for n in range(10))
+    )
+    assert codes(record, 7.0) == []
+    verdict = readiness(record, RULES, 9.0)
+    assert [one.code for one in verdict.reasons] == ["engine_stalled"]
+    assert "no step of engine 0 for 9.0 s with 2 running" in verdict.reasons[0].message
+    record.note(make_pulses({**BUSY, "steps": 4}, {"running": 5, "steps": 9}), 10.0)
+    assert codes(record, 10.0) == []
+    record.note(make_pulses({"steps": 4}, {"running": 5, "steps": 9}), 16.0)
+    assert "engine 1 for 7.1 s" in readiness(record, RULES, 16.1).reasons[0].message
+
+
+def test_engine_without_work_is_not_stalled_beside_one_that_has_some() -> None:
+    """It makes no steps, and need not."""
+    pulses = (make_pulses({"steps": 3}, {"running": 5, "steps": n}) for n in range(20))
+    assert codes(make_record(*pulses), 19.5) == []
+
+
+def test_engines_are_judged_anew_when_their_number_changes() -> None:
+    """Nobody knows then which of them is which."""
+    record = make_record(make_pulse(**BUSY))
+    record.note(make_pulses({**BUSY, "steps": 10}, {**BUSY, "steps": 10}), 20.0)
+    assert codes(record, 20.5) == []
+
+
 def test_steps_are_not_judged_where_nobody_counts_them() -> None:
     """Mode off: an answer between two steps is progress enough."""
     assert codes(make_record(*[make_pulse(**BUSY, steps=None)] * 20), 19.0) == []
+    several = make_pulses(*[{**BUSY, "steps": None}] * 2)
+    assert codes(make_record(*[several] * 20), 19.0) == []
 
 
 def test_dead_engine_is_told_before_its_silence() -> None:
