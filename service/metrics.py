@@ -36,17 +36,22 @@ POLICY_INFO = MetricSpec(
     ("policy", "mode", "theta_f", "version"),
 )
 POLL_FAILURES = MetricSpec(
-    "poll_failures_total", "counter", "Readings of the engine's statistics that failed."
+    "poll_failures_total",
+    "counter",
+    "Readings of the engine's statistics that failed. Of the server: all its engines are read at "
+    "once, and the series has the first one's label.",
 )
 SNAPSHOT_AGE = MetricSpec(
     "snapshot_age_seconds",
     "gauge",
-    "Age of the statistics shown here; grows while the engine does not answer.",
+    "Age of the statistics shown here; grows while the engine does not answer. Of the server: all "
+    "its engines are read at once, and the series has the first one's label.",
 )
 NOT_READY = MetricSpec(
     "not_ready",
     "gauge",
-    "1 while GET /health/ready answers 503 for this reason, else 0.",
+    "1 while GET /health/ready answers 503 for this reason, else 0. Of the server, not of an "
+    "engine: one series per reason, with the first engine's label.",
     ("reason",),
     tuple((code,) for code in CODES),
 )
@@ -162,18 +167,13 @@ class VTokenCollector(Collector):
         stored = None if self._store is None else self._store.read()
         reading = stored or self._reading
         yield from self._build(reading)
-        num_engines = len(self._engines)
         codes = self._not_ready_codes()
-        not_ready: _Samples = [((code,), float(code in codes)) for code in CODES]
-        yield self._family(NOT_READY, [not_ready] * num_engines)
+        yield self._of_server(NOT_READY, [((code,), float(code in codes)) for code in CODES])
         refused = self._refusals()
-        by_reason: _Samples = [((reason,), refused.get(reason, 0)) for reason in REASONS]
-        yield self._family(REFUSED, [by_reason, *[[]] * (num_engines - 1)])
+        yield self._of_server(REFUSED, [((reason,), refused.get(reason, 0)) for reason in REASONS])
         if not self._is_off:
-            age = self._clock() - reading.updated
-            # All engines are read in one call.
-            yield self._family(POLL_FAILURES, [[((), reading.num_failures)]] * num_engines)
-            yield self._family(SNAPSHOT_AGE, [[((), age)]] * num_engines)
+            yield self._of_server(POLL_FAILURES, [((), reading.num_failures)])
+            yield self._of_server(SNAPSHOT_AGE, [((), self._clock() - reading.updated)])
 
     def _build(self, reading: Reading) -> list[Metric]:
         engines = reading.reply.get("engines", [reading.reply])
@@ -183,6 +183,10 @@ class VTokenCollector(Collector):
                 samples = [_samples(spec, engine["stats"], reading.policies) for engine in engines]
                 families.append(self._family(spec, samples))
         return families
+
+    def _of_server(self, spec: MetricSpec, samples: _Samples) -> Metric:
+        """With the first engine's label, once: else sums would grow with the number of engines."""
+        return self._family(spec, [samples, *[[]] * (len(self._engines) - 1)])
 
     def _family(self, spec: MetricSpec, engines: Sequence[_Samples]) -> Metric:
         kinds: dict[str, Any] = {

@@ -281,7 +281,7 @@ def test_metrics_are_labelled_by_engine(fleet):
     for expected in ("0.0", "10.0"):
         text = generate_latest(registry).decode()
         assert f'vtoken_retained_blocks{{engine="0",model_name="m"}} {expected}' in text
-        assert 'vtoken_snapshot_age_seconds{engine="1",model_name="m"}' in text
+        assert f'vtoken_live_tokens{{engine="1",model_name="m"}} {8 * float(expected)}' in text
         collector.update(run(fleet[0].snapshot()))
     assert 'vtoken_retained_blocks{engine="1",model_name="m"} 30.0' in text
 

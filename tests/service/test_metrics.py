@@ -139,14 +139,26 @@ def test_reasons_of_not_being_ready_come_and_go(mode):
         assert by_reason == {code: float(code in now) for code in CODES}
 
 
-def test_refused_requests_are_counted_once_however_many_engines():
-    """A sum over the label engine is the number of requests."""
-    refusals = Refusals()
-    collector = make_collector(engines=("0", "1"), refusals=refusals.totals)
+def test_what_is_of_the_server_is_told_once_however_many_engines():
+    """A sum over the label engine is the number of requests, of pods that are not ready, …"""
+    refusals, now = Refusals(), [0.0]
+    collector = make_collector(
+        engines=("0", "1"),
+        refusals=refusals.totals,
+        not_ready_codes=lambda: {"draining"},
+        clock=lambda: now[0],
+    )
     refusals.count("max_queue_seconds")
-    family = next(f for f in collector.collect() if f.name == "vtoken_refused_requests")
-    assert {sample.labels["engine"] for sample in family.samples} == {"0"}
-    assert sum(sample.value for sample in family.samples) == 1
+    collector.count_failure()
+    now[0] = 1.0
+    found = {family.name: family.samples for family in collector.collect()}
+    of_server = ("refused_requests", "not_ready", "poll_failures", "snapshot_age_seconds")
+    for samples in (found[PREFIX + name] for name in of_server):
+        assert {sample.labels["engine"] for sample in samples} == {"0"}
+        assert sum(sample.value for sample in samples) == 1
+    of_engines = found.keys() - {PREFIX + name for name in of_server}
+    for samples in (found[name] for name in of_engines):
+        assert {sample.labels["engine"] for sample in samples} == {"0", "1"}
 
 
 @pytest.mark.parametrize("broken", [{}, {"stats": {}}, None, {"stats": 1, "config": 2}])
