@@ -120,7 +120,9 @@ class Arm:
             self.token_ids[start : start + length] for start, length in workload["prompts"]
         ]
         options = workload.get("options", [None] * len(prompts))
-        for prompt, params.extra_args in zip(prompts, options, strict=True):
+        of_prompts = workload.get("prompt_logprobs", [None] * len(prompts))
+        each = zip(prompts, options, of_prompts, strict=True)
+        for prompt, params.extra_args, params.prompt_logprobs in each:
             ids.append(f"r{self.num_requests}")
             self.num_requests += 1
             self.engine.add_request(ids[-1], {"prompt_token_ids": prompt}, params)

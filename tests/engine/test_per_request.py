@@ -18,6 +18,7 @@ SERVICE = {"policy": "streaming_llm", "budget_tokens": 160}
 LONG = 300
 
 OPTIONS: dict[str, dict[str, Any] | None] = {
+    "no key, logprobs": {"vtoken_bugdet": 100},  # of the prompt, which the first step computes
     "service": {"vtoken_receipt": "service"},
     "h2o": {"vtoken_policy": "h2o", "vtoken_budget_tokens": 96, "vtoken_receipt": "h2o"},
     "random": {"vtoken_policy": "random", "vtoken_keep_ratio": 0.5, "vtoken_receipt": "random"},
@@ -35,8 +36,7 @@ OPTIONS: dict[str, dict[str, Any] | None] = {
     "foreign": {"theirs": [1, "x"], "vtoken_receipt": "foreign"},
 }
 EVICTS = ("service", "h2o", "random", "snapkv", "protect", "foreign")
-REFUSED = ("no policy", "no ratio", "no key")
-
+REFUSED = ("no policy", "no ratio", "no key", "no key, logprobs")
 
 NUM_CORRUPTED_TOKENS = 96
 
@@ -59,6 +59,7 @@ def make_spec() -> dict[str, Any]:
                 "name": "together",
                 "prompts": [[i * 31, LONG + i] for i in range(len(OPTIONS))],
                 "options": list(OPTIONS.values()),
+                "prompt_logprobs": [1 if "logprobs" in name else None for name in OPTIONS],
                 "max_tokens": MAX_TOKENS,
             },
             {"name": "out", **alone, "options": [{"vtoken_evict": False}]},

@@ -3,71 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.engine.tiny_model import ensure_tiny_model
-from vtoken.config import VTokenConfig
+from tests.integration.schedulers import add, make_scheduler, step
 from vtoken.integration.vllm import backpressure
-from vtoken.integration.vllm.plugin import engine_args
 from vtoken.integration.vllm.scheduler import VTokenScheduler
-
-SIZE = 16
-KEEPS_ALL = {"policy": "none", "headroom_blocks": 4}
-
-
-def make_scheduler(num_blocks: int, policy: str = "fcfs", **fields: Any) -> VTokenScheduler:
-    """A scheduler over ``num_blocks`` usable blocks, as the engine core makes it."""
-    config = VTokenConfig.from_dict({**KEEPS_ALL, **fields})
-    args = EngineArgs(
-        model=str(ensure_tiny_model()),
-        dtype="bfloat16",
-        max_model_len=1024,
-        max_num_batched_tokens=1024,
-        max_num_seqs=8,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        scheduling_policy=policy,  # type: ignore[arg-type]
-        enforce_eager=True,
-        **engine_args(config),
-    )
-    vllm_config = args.create_engine_config()
-    vllm_config.cache_config.num_gpu_blocks = num_blocks + 1
-    spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
-    cache = KVCacheConfig(num_blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)])
-    return VTokenScheduler(vllm_config, cache, StructuredOutputManager(vllm_config), SIZE)
-
-
-def add(scheduler: VTokenScheduler, req_id: str, num_blocks: int, priority: int = 0) -> None:
-    """A request whose prompt fills ``num_blocks`` blocks."""
-    params = SamplingParams(max_tokens=200, ignore_eos=True)
-    prompt = [7] * (num_blocks * SIZE)
-    request = Request(req_id, prompt, params, None, arrival_time=0.0, priority=priority)
-    scheduler.add_request(request)
-
-
-def step(scheduler: VTokenScheduler) -> set[str]:
-    """One engine step with a worker that computes everything; who ran in it."""
-    output = scheduler.schedule()
-    ids = list(output.num_scheduled_tokens)
-    done = ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-        sampled_token_ids=[[1] for _ in ids],
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[],
-    )
-    scheduler.update_from_output(output, done)
-    return set(ids)
 
 
 def counter(scheduler: VTokenScheduler, name: str) -> float:

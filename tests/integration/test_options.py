@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vtoken.integration.vllm import options
 from vtoken.integration.vllm.options import options_of, read_options
 from vtoken.request_options import NO_OPTIONS, RequestOptions
 
@@ -54,3 +55,16 @@ def test_invalid_options_are_logged_and_not_kept(
     assert options_of(request) is NO_OPTIONS
     assert "r1-ab" in caplog.text
     assert f"{field}=" in caplog.text
+
+
+def test_what_a_policy_of_another_package_raises_is_logged_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not passed on, which would end the engine."""
+    monkeypatch.setattr(options, "policy_for", lambda *args: 1 / 0)
+    request = make_request({"vtoken_policy": "theirs"})
+    with caplog.at_level(logging.ERROR):
+        assert not read_options(request, 0)
+    assert options_of(request) is NO_OPTIONS
+    assert "r1-ab" in caplog.text
+    assert "ZeroDivisionError" in caplog.text

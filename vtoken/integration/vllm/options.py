@@ -28,7 +28,9 @@ def read_options(request: Request, seed: int) -> bool:
         seed: of policies that draw random numbers.
 
     Returns:
-        Whether they are valid. If not, the reason is logged and the request has none.
+        Whether they are valid. If not, the reason is logged and the request has none. Nothing is
+        raised, not even what a policy of another package raises: vLLM calls this between two
+        steps, where an exception ends the engine.
     """
     params = request.sampling_params
     extra_args = None if params is None else params.extra_args
@@ -40,6 +42,9 @@ def read_options(request: Request, seed: int) -> bool:
             policy_for(*options.policy_key, seed)
     except ConfigError as error:
         logger.warning("request %s ends with an error: %s", request.request_id, error)
+        return False
+    except Exception:
+        logger.exception("request %s ends with an error", request.request_id)
         return False
     setattr(request, _ATTRIBUTE, options)
     return True

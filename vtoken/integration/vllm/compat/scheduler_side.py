@@ -67,10 +67,13 @@ def fail_requests(scheduler: Scheduler, output: ModelRunnerOutput, req_ids: list
     """End requests with an error when this output is processed, without this step's token.
 
     Rides on the set that vLLM keeps for failed grammars, which it ends in
-    ``update_from_output`` with an error to the client.
+    ``update_from_output`` with an error to the client. Logprobs of the prompt go with the token:
+    where there is none, vLLM asserts that there are no logprobs either.
     """
     for req_id in req_ids:
         scheduler.grammar_compile_error_reqs.add(req_id)
+        output.prompt_logprobs_dict.pop(req_id, None)
+        output.prompt_token_id_logprobs_dict.pop(req_id, None)
         index = output.req_id_to_index.get(req_id)
         if index is not None and output.sampled_token_ids:
             output.sampled_token_ids[index] = []

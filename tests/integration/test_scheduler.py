@@ -1,0 +1,70 @@
+"""What the scheduler makes of requests that it cannot serve, without engine and worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import LogprobsTensors
+
+from tests.integration.schedulers import add, make_scheduler, step, step_and_outputs
+from vtoken.errors import VTokenError
+from vtoken.integration.vllm import options
+from vtoken.integration.vllm.scheduler import VTokenScheduler
+
+BAD = {"vtoken_polcy": "h2o"}
+PROMPT_LOGPROBS: list[dict[str, Any]] = [
+    {"prompt_logprobs_dict": {"bad": LogprobsTensors.empty_cpu(3, 2)}},
+    {"prompt_token_id_logprobs_dict": {"bad": torch.zeros(3, 2)}},
+]
+"""As the worker returns them with the step that ends the prompt, by two different parameters."""
+
+
+def expect_error(scheduler: VTokenScheduler, **fields: Any) -> None:
+    """The next step ends ``bad`` with an error and no token, and nobody else."""
+    _, told = step_and_outputs(scheduler, **fields)
+    assert told["bad"].finish_reason == FinishReason.ERROR
+    assert told["bad"].new_token_ids == []
+    assert told["good"].new_token_ids == [1]
+    assert set(scheduler.requests) == set(scheduler.layer.requests) == {"good"}
+    assert step(scheduler) == {"good"}
+
+
+@pytest.mark.parametrize("fields", [{}, *PROMPT_LOGPROBS])
+def test_invalid_options_end_their_request_alone(fields: dict[str, Any]) -> None:
+    """Also with logprobs of the prompt, which vLLM takes only together with a token."""
+    scheduler = make_scheduler(40)
+    add(scheduler, "good", 2)
+    add(scheduler, "bad", 2, extra_args=BAD, prompt_logprobs=1)
+    expect_error(scheduler, **fields)
+
+
+@pytest.mark.parametrize("fields", PROMPT_LOGPROBS)
+def test_request_that_is_lost_as_its_prompt_ends(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for one that a relocation lost."""
+    scheduler = make_scheduler(40)
+    add(scheduler, "good", 2)
+    add(scheduler, "bad", 2, prompt_logprobs=1)
+    losses = iter([["bad"], []])
+    monkeypatch.setattr(scheduler, "_settle", lambda report: next(losses))
+    expect_error(scheduler, **fields)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, VTokenError, TypeError])
+def test_policy_that_cannot_be_made_ends_its_request_alone(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy of another package raises what it likes: vLLM would end the engine."""
+
+    def make(*args: Any) -> None:
+        raise error("of another package")
+
+    monkeypatch.setattr(options, "policy_for", make)
+    scheduler = make_scheduler(40)
+    add(scheduler, "good", 2)
+    add(scheduler, "bad", 2, extra_args={"vtoken_policy": "theirs"})
+    expect_error(scheduler)
