@@ -2,8 +2,9 @@
 
 In: ``vllm_xargs`` keys that start with ``vtoken_`` are checked before vLLM sees the request, so
 that a wrong value is a 400 for streams, too (vLLM starts a stream before the engine looks at the
-parameters). Out: with ``vtoken_receipt`` the answer ends with a receipt; see
-:mod:`service.receipts`. Requests that name nothing of ours pass unread and unchanged.
+parameters), on every route that runs a model the token layer can serve. Out: with
+``vtoken_receipt`` the answer ends with a receipt; see :mod:`service.receipts`. Requests that name
+nothing of ours pass unread and unchanged.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -27,9 +29,27 @@ from vtoken.request_options import KEYS, PREFIX, RequestOptions
 
 logger = logging.getLogger(__name__)
 
-WITH_RECEIPT = frozenset({"/v1/chat/completions", "/v1/completions"})
-CHECKED = WITH_RECEIPT | {"/v1/chat/completions/batch", "/v1/responses", "/v1/messages"}
-"""Paths whose bodies may carry ``vllm_xargs``."""
+WITH_RECEIPT = frozenset({"/invocations", "/v1/chat/completions", "/v1/completions"})
+"""Of these the first takes what the other two take, and answers as they do."""
+
+_XARGS = ("vllm_xargs",)
+PLACES: Mapping[str, tuple[str, ...]] = {
+    "/cohere/v2/chat": (),
+    "/generative_scoring": (),
+    "/inference/v1/generate": ("sampling_params", "extra_args"),
+    "/invocations": _XARGS,
+    "/v1/chat/completions": _XARGS,
+    "/v1/chat/completions/batch": _XARGS,
+    "/v1/completions": _XARGS,
+    "/v1/messages": _XARGS,
+    "/v1/responses": _XARGS,
+    "/v1/systemone": (),
+}
+"""Every route that runs the model, and where in its body options stand; ``()``: nowhere, for vLLM
+makes its requests to the engine from other members. Embeddings, scores and transcriptions are of
+models without a token layer."""
+
+CHECKED = frozenset(PLACES)
 
 MAX_BODY_BYTES = 4 * 2**20
 """A longer body may not name anything of ours: it is not parsed here."""
@@ -99,11 +119,8 @@ def read_options(body: bytes, link: EngineLink, path: str) -> tuple[dict[str, An
         return {}, RequestOptions()
     if not isinstance(document, dict):
         return {}, RequestOptions()
-    _check_place(document)
-    xargs = document.get("vllm_xargs")
-    if not isinstance(xargs, dict):
-        return document, RequestOptions()
-    ours = {name: value for name, value in xargs.items() if name.startswith(PREFIX)}
+    _check_place(document, path)
+    ours = _ours_at(document, PLACES[path])
     if not ours:
         return document, RequestOptions()
     first = next(iter(ours))
@@ -127,12 +144,25 @@ def _checked(options: RequestOptions, link: EngineLink, path: str) -> RequestOpt
     return options
 
 
-def _check_place(document: dict[str, Any]) -> None:
+def _check_place(document: dict[str, Any], path: str) -> None:
     """vLLM ignores unknown fields of a body: what was meant for us must not get lost there."""
-    for name, value in document.items():
-        if name.startswith(PREFIX):
-            hint = "" if name in KEYS else "; " + unknown_field_hint(name, KEYS, "keys")
-            raise ConfigError(name, value, f"only inside vllm_xargs{hint}")
+    right = PLACES[path]
+    misplaced = _ours_at(document, ())
+    for place in {*PLACES.values()} - {right}:
+        misplaced |= _ours_at(document, place)
+    for name, value in misplaced.items():
+        hint = "" if name in KEYS else "; " + unknown_field_hint(name, KEYS, "keys")
+        where = f"only inside {'.'.join(right)}" if right else f"not on {path}"
+        raise ConfigError(name, value, where + hint)
+
+
+def _ours_at(document: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
+    """The members of the object there that are ours; none if there is no object."""
+    found: Any = document
+    for name in place:
+        found = found.get(name) if isinstance(found, dict) else None
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: value for name, value in items if name.startswith(PREFIX)}
 
 
 def _refusal(error: ConfigError) -> JSONResponse:

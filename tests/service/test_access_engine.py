@@ -73,6 +73,7 @@ def server(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tin
     server = TinyServer(
         folder,
         *("--api-key", "key-of-vllm"),
+        "--enable-scale-out",
         VTOKEN_API_KEYS_DIR=str(keys),
         VTOKEN_ADMIN_KEY_FILE=str(admins),
         VTOKEN_ADMIN_PORT="0",
@@ -272,6 +273,21 @@ def test_part_that_is_no_object_is_a_client_error(api):
     """vLLM's renderer asserts; see ``service/vllm_faults.py``."""
     request = {"model": MODEL, "input": [{"role": "user", "content": [5]}], "max_output_tokens": 3}
     assert api.post("/v1/responses", json=request).status_code == 400
+
+
+def test_options_hold_on_vllms_other_ways_to_the_model(api):
+    """SageMaker's route takes them and gives receipts as the one that it stands for; the one of
+    tokens takes them where it has the engine's parameters."""
+    xargs = {"vtoken_budget_tokens": 64, "vtoken_receipt": True}
+    request = body(words(150), 20, vllm_xargs=xargs)
+    num_evicted = api.post("/invocations", json=request).json()["vtoken"]["evicted_tokens"]
+    assert num_evicted > 0
+    with api.stream("POST", "/invocations", json={**request, "stream": True}) as stream:
+        assert list(events(stream))[-1]["vtoken"]["evicted_tokens"] == num_evicted
+    for value, status in ({"vtoken_evict": False}, 200), ({"vtoken_budget_tokens": 36}, 400):
+        assert api.post("/invocations", json={**request, "vllm_xargs": value}).status_code == status
+        tokens = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3, "extra_args": value}}
+        assert api.post("/inference/v1/generate", json=tokens).status_code == status
 
 
 UNSENDABLE = [

@@ -15,9 +15,53 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from service import request_control
 from service.endpoint_plugin import make_plugin
 from service.receipts import ReceiptSender, with_member
+from service.request_control import PLACES, WITH_RECEIPT
+from service.routes import ROUTES, Access
 from vtoken.config import VTokenConfig
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
+WITH_XARGS = sorted(path for path, place in PLACES.items() if place == ("vllm_xargs",))
+NO_MODEL_OF_OURS = {
+    # no generation
+    "/classify",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v2/embed",
+    "/v2/rerank",
+    # sound, which the token layer refuses at start
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/realtime",
+    # no model at all
+    "/cohere/v2/chat/render",
+    "/detokenize",
+    "/docs",
+    "/docs/oauth2-redirect",
+    "/inference/v1/abort_requests",
+    "/kv_event_sources",
+    "/openapi.json",
+    "/redoc",
+    "/static/{path:path}",
+    "/tokenize",
+    "/tokenizer_info",
+    "/v1/chat/completions/derender",
+    "/v1/chat/completions/render",
+    "/v1/completions/derender",
+    "/v1/completions/render",
+    "/v1/messages/count_tokens",
+    "/v1/messages/render",
+    "/v1/models",
+    "/v1/models/{model_id:path}",
+    "/v1/responses/render",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+}
+"""Routes behind an API key whose bodies may say about eviction what they like."""
 RECEIPT = {"policy": "h2o", "policy_version": 1, "evicted_tokens": 12}
 EVENTS = [
     'data: {"id":"chatcmpl-1","object":"chunk","created":5,"model":"m","choices":[{"index":0}]}',
@@ -78,8 +122,26 @@ def xargs(**ours: Any) -> dict[str, Any]:
     return {"vllm_xargs": {f"vtoken_{name}": value for name, value in ours.items()}}
 
 
+def at(path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """With the options where this route has them, or at the top if it has no place for them."""
+    others = {name: value for name, value in given.items() if name != "vllm_xargs"}
+    return {**others, **inside(PLACES[path], given.get("vllm_xargs", {}))}
+
+
+def inside(place: tuple[str, ...], members: dict[str, Any]) -> dict[str, Any]:
+    """A body with these members there."""
+    for name in reversed(place):
+        members = {name: members}
+    return members
+
+
+def test_every_way_to_the_model_is_checked():
+    """A route that nobody has thought of fails here (and the table of routes is complete)."""
+    assert {*ROUTES[Access.API]} - NO_MODEL_OF_OURS == request_control.CHECKED
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [*WITH_XARGS, GENERATE])
 @pytest.mark.parametrize(
     ("given", "param", "words"),
     [
@@ -99,7 +161,7 @@ def xargs(**ours: Any) -> dict[str, Any]:
         (xargs(evict=False, policy="h2o"), "vtoken_policy", "vtoken_evict=false"),
         (xargs(receipt="mine"), "vtoken_receipt", "true or false"),
         (xargs(polcy="h2o"), "vtoken_polcy", "did you mean 'vtoken_policy'"),
-        ({"vtoken_policy": "h2o"}, "vtoken_policy", "only inside vllm_xargs"),
+        ({"vtoken_policy": "h2o"}, "vtoken_policy", "only inside "),
         ({"vtoken_polcy": "h2o"}, "vtoken_polcy", "did you mean 'vtoken_policy'"),
         (
             {"use_beam_search": True, **xargs(keep_ratio=0.5)},
@@ -110,7 +172,7 @@ def xargs(**ours: Any) -> dict[str, Any]:
 )
 def test_wrong_values_are_400_and_go_no_further(service, given, param, words, path, stream):
     """OpenAI's error body with the field as ``param``, before vLLM sees the request."""
-    answer = service.post({"model": "m", "stream": stream, **given}, path)
+    answer = service.post({"model": "m", "stream": stream, **at(path, given)}, path)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["code"], error["type"]) == (param, 400, "BadRequestError")
@@ -119,17 +181,39 @@ def test_wrong_values_are_400_and_go_no_further(service, given, param, words, pa
     assert service.seen == []
 
 
-def test_mode_off_refuses_with_the_reason(engine, make):
+@pytest.mark.parametrize("path", [*WITH_XARGS, GENERATE])
+def test_mode_off_refuses_with_the_reason(engine, make, path):
     """Nothing would come of the keys; requests without any pass."""
     service = Service(engine, make, mode="off")
-    answer = service.post({"stream": True, **xargs(policy="h2o")})
+    answer = service.post({"stream": True, **at(path, xargs(policy="h2o"))}, path)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "vtoken_policy"
     assert "mode off" in answer.json()["error"]["message"]
-    assert service.post({"vllm_xargs": {"theirs": 1}}).status_code == 200
+    assert service.post(at(path, {"vllm_xargs": {"theirs": 1}}), path).status_code == 200
 
 
-@pytest.mark.parametrize("path", [*sorted(request_control.CHECKED), "/v1/embeddings"])
+@pytest.mark.parametrize("path", sorted(request_control.CHECKED))
+@pytest.mark.parametrize("place", [(), ("vllm_xargs",), ("sampling_params", "extra_args")])
+def test_options_elsewhere_are_refused_with_the_place(service, path, place):
+    """vLLM drops members that it does not know; it is said where they belong, if anywhere."""
+    right = PLACES[path]
+    answer = service.post({"model": "m", **inside(place, {"vtoken_policy": "h2o"})}, path)
+    if place and place == right:
+        assert answer.status_code == 200
+        return
+    expected = f"only inside {'.'.join(right)}" if right else f"not on {path}"
+    assert answer.json()["error"]["message"].endswith(f"is not allowed: {expected}")
+    assert service.seen == []
+
+
+def test_generate_takes_options_of_its_sampling_parameters(service):
+    """Valid ones pass byte for byte."""
+    body = b'{"token_ids": [1], "sampling_params": {"extra_args":  {"vtoken_evict": false}}}'
+    assert service.post(body, GENERATE).json() == service.answer
+    assert service.raw == body
+
+
+@pytest.mark.parametrize("path", [*WITH_XARGS, "/v1/embeddings"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -201,7 +285,7 @@ def with_receipts(service, engine) -> Service:
     return service
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", sorted(WITH_RECEIPT))
 def test_receipt_joins_the_json_answer(with_receipts, engine, path):
     """With the key that the engine got; the rest of the request and of the answer stays."""
     body = {"n": 2, **xargs(receipt=True, policy="h2o")}
@@ -216,7 +300,7 @@ def test_receipt_joins_the_json_answer(with_receipts, engine, path):
     assert with_receipts.seen[1]["vllm_xargs"]["vtoken_receipt"] != key
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", sorted(WITH_RECEIPT))
 def test_receipt_is_the_last_event_of_a_stream(with_receipts, path):
     """Before [DONE], with what every event repeats; text that looks like the end is not it."""
     lines = with_receipts.post({"stream": True, **xargs(receipt=True)}, path).text.split("\n\n")
@@ -241,10 +325,11 @@ def test_nobody_who_did_not_ask_gets_one(with_receipts, engine):
     assert engine.calls == []
 
 
-@pytest.mark.parametrize("path", sorted(request_control.CHECKED - request_control.WITH_RECEIPT))
+@pytest.mark.parametrize("path", sorted(request_control.CHECKED - WITH_RECEIPT))
 def test_receipt_elsewhere_is_refused(service, path):
     """Rather than asked for and never seen."""
-    assert service.post(xargs(receipt=True), path).json()["error"]["param"] == "vtoken_receipt"
+    answer = service.post(at(path, xargs(receipt=True)), path)
+    assert answer.json()["error"]["param"] == "vtoken_receipt"
 
 
 def test_errors_of_vllm_carry_no_receipt(with_receipts, engine):
