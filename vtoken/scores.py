@@ -51,15 +51,34 @@ def key_norms(key: torch.Tensor) -> torch.Tensor:
     return key.float().norm(dim=-1).mean(dim=0)
 
 
-def key_redundancy(key: torch.Tensor) -> torch.Tensor:
+def unit_key_sum(key: torch.Tensor) -> torch.Tensor:
+    """Sum of the keys, each as a unit vector: shape as above → float32
+    ``[num_kv_heads, 1, head_size]``."""
+    return _unit(key).sum(dim=1, keepdim=True)
+
+
+def key_redundancy(
+    key: torch.Tensor, unit_sum: torch.Tensor | None = None, num_keys: int = 0
+) -> torch.Tensor:
     """Mean cosine of each key with all other keys, mean over heads; shapes as above.
 
     The mean of cosines is one product with the sum of the unit keys: O(m), not O(m²).
+
+    Args:
+        key: all keys, or a part of them.
+        unit_sum: :func:`unit_key_sum` of all of them; None: ``key`` is all.
+        num_keys: how many ``unit_sum`` is of.
     """
-    unit = torch.nn.functional.normalize(key.float(), dim=-1)
-    with_all = (unit * unit.sum(dim=1, keepdim=True)).sum(-1)
+    unit = _unit(key)
+    if unit_sum is None:
+        unit_sum, num_keys = unit.sum(dim=1, keepdim=True), key.shape[1]
+    with_all = (unit * unit_sum).sum(-1)
     with_itself = (unit * unit).sum(-1)
-    return ((with_all - with_itself) / max(1, key.shape[1] - 1)).mean(dim=0)
+    return ((with_all - with_itself) / max(1, num_keys - 1)).mean(dim=0)
+
+
+def _unit(key: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(key.float(), dim=-1)
 
 
 def value_key_ratio(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

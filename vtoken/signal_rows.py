@@ -43,20 +43,28 @@ class SignalRows:
         num_rows: int,
         width: int,
         device: torch.device | None = None,
+        before: SignalRows | None = None,
     ) -> None:
-        self.signals = signals & ATTENTION_SIGNALS
-        self._buffers = {
-            # zeros, not empty: pages that no request reaches are never touched
-            name: torch.zeros(num_rows, width, dtype=_dtype(name), device=device)
-            for name in sorted(self.signals)
-        }
-        self._observed = {name: np.zeros(num_rows, np.int64) for name in self._buffers}
+        """Allocate what is not there yet.
 
-    def take_over(self, other: SignalRows) -> None:
-        """Go on with the buffers of ``other``, of the same shape, for signals that both have."""
-        for name in self.signals & other.signals:
-            self._buffers[name] = other._buffers[name]
-            self._observed[name] = other._observed[name]
+        Args:
+            signals: others than attention signals need no rows.
+            num_rows, width: of every tensor.
+            device: of every tensor.
+            before: of the same shape: its signals go on, and its memory with them.
+        """
+        self.signals = signals & ATTENTION_SIGNALS
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._observed: dict[str, NDArray[np.int64]] = {}
+        for name in sorted(self.signals):
+            if before is not None and name in before.signals:
+                self._buffers[name] = before._buffers[name]
+                self._observed[name] = before._observed[name]
+            else:
+                # zeros, not empty: pages that no request reaches are never touched
+                buffer = torch.zeros(num_rows, width, dtype=_dtype(name), device=device)
+                self._buffers[name] = buffer
+                self._observed[name] = np.zeros(num_rows, np.int64)
 
     def clear(self, row: int) -> None:
         """A request starts in this row: forget what was observed there."""
@@ -122,6 +130,11 @@ class SignalRows:
         if ATTENTION_HISTORY in found:
             found[ATTENTION_HISTORY] = found[ATTENTION_HISTORY].view(np.uint64)
         return found
+
+
+def bytes_per_column(signals: frozenset[str]) -> int:
+    """Bytes that :class:`SignalRows` of these signals takes per row and column."""
+    return sum(_dtype(name).itemsize for name in signals & ATTENTION_SIGNALS)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -8,11 +8,17 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError, UnsupportedError
+from vtoken.integration.vllm import gpu_layer
 from vtoken.integration.vllm.attention_gpu_choice import GpuFacts
+from vtoken.integration.vllm.cache_signals import WORK_BYTES
+from vtoken.integration.vllm.device_rows import DeviceSlotRows
+from vtoken.integration.vllm.gpu_core import TokenPages
 from vtoken.integration.vllm.gpu_layer import GpuTokenLayer
 from vtoken.integration.vllm.self_check_steps import StepsCheck
 from vtoken.kv_pages import PagedKV
+from vtoken.observation import ATTENTION_HISTORY, ATTENTION_SUM, KEY_NORM, SIGNALS
 from vtoken.paged_pool import PagedPool
+from vtoken.signal_rows import SignalRows
 
 HOPPER, AMPERE = GpuFacts((9, 0), 3, True), GpuFacts((8, 0), 2, True)
 
@@ -85,11 +91,41 @@ def make_sized(score_layers=None):
     return runner
 
 
+def with_policies(monkeypatch, *signals):
+    """One policy for each set of signals is all that there is."""
+    policies = {str(i): SimpleNamespace(signals=frozenset(s)) for i, s in enumerate(signals)}
+    monkeypatch.setattr(gpu_layer, "all_policies", lambda: policies)
+
+
 @pytest.mark.parametrize(("score_layers", "sampled"), [(None, 4), ((0, 5), 2)])
-def test_buffers_are_two_tables_and_the_queries_of_sampled_layers(score_layers, sampled):
-    """In bytes, before any of them exists."""
+def test_buffers_are_two_tables_and_the_queries_of_sampled_layers(
+    monkeypatch, score_layers, sampled
+):
+    """In bytes, before any of them exists; no more where no policy looks at anything."""
+    with_policies(monkeypatch, ())
     tables, query = 2 * 8 * (100 + 32) * 4, 64 * 4 * 128 * 2
     assert make_sized(score_layers).buffer_bytes() == tables + sampled * query
+
+
+def test_signals_that_any_policy_needs_are_kept_back(monkeypatch):
+    """Whatever is served now: a request may name a policy when the cache has taken the rest."""
+    sizes = []
+    for policies in [{KEY_NORM}], [{ATTENTION_SUM}], [{ATTENTION_SUM}, {ATTENTION_HISTORY}]:
+        with_policies(monkeypatch, (), *policies)
+        sizes.append(make_sized().buffer_bytes())
+    columns = 8 * (100 + 32)
+    assert sizes == [sizes[0], sizes[0] + 4 * columns, sizes[0] + 12 * columns]
+    with_policies(monkeypatch, ())
+    assert sizes[0] - make_sized().buffer_bytes() == WORK_BYTES
+
+
+def test_what_is_kept_back_holds_the_rows_of_all_signals():
+    """With the policies that there are, for slot rows as they are made."""
+    runner = make_sized()
+    rows = DeviceSlotRows(8, 100, TokenPages(16), torch.device("cpu"))
+    signals = SignalRows(SIGNALS, *rows.table.shape)
+    made = 2 * rows.table.nbytes + sum(buffer.nbytes for buffer in signals._buffers.values())
+    assert runner.buffer_bytes() >= made + 4 * 64 * 4 * 128 * 2 + WORK_BYTES
 
 
 def test_sampled_layers_must_exist():

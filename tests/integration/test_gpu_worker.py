@@ -26,6 +26,7 @@ class Stock:
     def __init__(self):
         self.calls = []
         self.findings = []
+        self.available = 1000
         self.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
         self.model_runner = SimpleNamespace(
             buffer_bytes=lambda: 300,
@@ -39,7 +40,7 @@ class Stock:
         return iter(self.found[what])
 
     def determine_available_memory(self):
-        return 1000
+        return self.available
 
     def initialize_from_config(self, kv_cache_config):
         self.calls.append(kv_cache_config)
@@ -54,12 +55,18 @@ class Checked(gpu_worker.GpuTokenLayerWorker, Stock):
         Stock.__init__(self)
 
 
-def test_memory_of_tables_and_queries_is_kept_back():
-    """vLLM measures before they exist; a size that a user gave is not changed."""
+def test_memory_of_the_token_layer_is_kept_back(caplog):
+    """vLLM measures before it is taken; a size that a user gave is not changed, only logged."""
     worker = Checked()
-    assert worker.determine_available_memory() == 700
-    worker.cache_config.kv_cache_memory_bytes = 1000
-    assert worker.determine_available_memory() == 1000
+    worker.model_runner.buffer_bytes = lambda: 3 * 2**29
+    stock = worker.available = 2**33
+    with caplog.at_level("INFO"):
+        assert worker.determine_available_memory() == stock - 3 * 2**29
+    assert "1.50 GiB beside the KV cache, which are kept back" in caplog.text
+    worker.cache_config.kv_cache_memory_bytes = stock
+    with caplog.at_level("INFO"):
+        assert worker.determine_available_memory() == stock
+    assert "which kv_cache_memory_bytes must leave free" in caplog.text
 
 
 def test_checks_follow_what_they_need():

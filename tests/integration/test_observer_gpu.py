@@ -10,15 +10,22 @@ import pytest
 import torch
 
 from tests.integration import test_observer
+from tests.integration.peak_memory import PeakMemory
 from vtoken.gpu_scores.mass import mass_by_index
+from vtoken.integration.vllm import observer_gpu
 from vtoken.integration.vllm.device_rows import DeviceSlotRows
 from vtoken.integration.vllm.gpu_core import TokenPages
 from vtoken.integration.vllm.observer import Observer
-from vtoken.integration.vllm.observer_gpu import LogitScale, PagedObserver
+from vtoken.integration.vllm.observer_gpu import (
+    LogitScale,
+    PagedObserver,
+    column_bytes,
+    observation_bytes,
+)
 from vtoken.integration.vllm.query_capture import QueryCapture
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_pages import PagedKV
-from vtoken.observation import SIGNALS, ObservationSpec, Observe
+from vtoken.observation import ATTENTION_SUM, KEY_NORM, SIGNALS, ObservationSpec, Observe
 
 LAYERS, SAMPLED = test_observer.LAYERS, test_observer.SAMPLED
 SIZE, DIM, HEADS = test_observer.SIZE, test_observer.DIM, test_observer.HEADS
@@ -159,6 +166,67 @@ def test_scores_are_queued_before_the_relocations_of_the_step():
     observer.end(())
     observer.forward_done()
     assert calls == ["score"] * len(SAMPLED)
+
+
+def make_crowd(lens: list[int], scorer: Any) -> PagedObserver:
+    """An observer of requests ``r0``, ``r1``, … with so many live tokens, in a tiny cache."""
+    rows = DeviceSlotRows(len(lens), max(lens), TokenPages(SIZE), CPU)
+    caches = torch.randn(len(LAYERS), 64, test_observer.KV_HEADS, 1, 2 * DIM)
+    paged = {n: PagedKV.from_cache(c) for n, c in zip(LAYERS, caches, strict=True)}
+    observer = PagedObserver(rows, paged, make_capture(len(lens)), SCALES, scorer)
+    for i, length in enumerate(lens):
+        rows.set_row(f"r{i}", np.arange(length - 1, dtype=np.int32) % 64)
+    observer.configure(ObservationSpec(SIGNALS, SAMPLED))
+    num_new = np.ones(len(lens), np.int32)
+    names = [f"r{i}" for i in range(len(lens))]
+    rows.append(rows.rows(names), num_new, torch.zeros(len(lens), dtype=torch.int64))
+    observer.begin(dict.fromkeys(names, Observe(1, False)), names, num_new)
+    return observer
+
+
+def test_one_long_request_does_not_stretch_many_short_ones(monkeypatch):
+    """A part stays below the limit, with everything that is alive at once."""
+    limit = 600_000
+    monkeypatch.setattr(observer_gpu, "WORK_BYTES", limit)
+    shapes = []
+
+    def scorer(*args: Any) -> torch.Tensor:
+        observed = args[2]
+        shapes.append((*observed.lens.shape, observed.width))
+        return torch.ones(shapes[-1])
+
+    observer = make_crowd([9] * 40 + [10_000] + [12] * 39, scorer)
+    with PeakMemory() as peak:
+        observer.forward_done()
+    assert set(shapes) == {(79, 1, 12), (1, 1, 10_000)}
+    assert len(shapes) == 2 * len(SAMPLED)
+    assert limit / 3 < peak.num_bytes < limit
+
+
+def test_a_window_above_the_limit_gives_the_same_scores(twins, monkeypatch):
+    """Its queries are scored in pieces; the CPU's twin sees them at once."""
+    monkeypatch.setattr(observer_gpu, "WORK_BYTES", 400)
+    test_observer.test_observer_follows_a_random_life_of_requests()
+    assert twins[0].num_compared > 500
+
+
+def test_observation_takes_more_the_more_is_observed():
+    """Accumulators of each signal, and the work, unless nothing is ever observed."""
+    rows, width = 4, 100
+    none, key, one, all_of_them = (
+        observation_bytes(frozenset(signals), rows, width, HEADS)
+        for signals in ((), {KEY_NORM}, {KEY_NORM, ATTENTION_SUM}, SIGNALS)
+    )
+    assert (none, key) == (0, observer_gpu.WORK_BYTES)
+    assert one - key == rows * width * 4
+    assert all_of_them - key == rows * width * 20
+
+
+def test_a_single_query_over_a_huge_row_is_kept_back_as_it_is():
+    """It cannot be cut."""
+    width = observer_gpu.WORK_BYTES // 8
+    found = observation_bytes(frozenset({KEY_NORM}), 1, width, HEADS)
+    assert found == width * column_bytes(HEADS).of(1) > observer_gpu.WORK_BYTES
 
 
 def test_unobserved_steps_arm_nothing_and_queue_nothing():

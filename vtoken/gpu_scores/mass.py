@@ -36,7 +36,7 @@ class ObservedQueries:
 
 
 Scorer: TypeAlias = Callable[[torch.Tensor, PagedKV, ObservedQueries, float, float], torch.Tensor]
-"""``(query, cache, observed, scale, soft_cap)`` → float32 ``[n, q, width]``.
+"""``(query, cache, observed, scale, soft_cap)`` → float32 ``[n, q, width]``, the caller's own.
 
 ``query`` is ``[num_tokens, num_heads, head_size]``; what a soft cap of 0 and the result mean, and
 what it sums to, is :func:`~vtoken.scores.attention_mass`'s.

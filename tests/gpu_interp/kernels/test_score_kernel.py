@@ -7,8 +7,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from tests.integration.peak_memory import PeakMemory
 from vtoken.gpu_scores.mass import ObservedQueries, mass_by_index
 from vtoken.gpu_scores.triton_kernels import mass_by_kernel
+from vtoken.integration.vllm.observer_gpu import column_bytes
 from vtoken.kv_pages import PagedKV
 
 _spec = importlib.util.spec_from_file_location(
@@ -85,6 +87,17 @@ def test_where_tokens_lie_does_not_change_a_bit():
     steps = [case.Step([5, 90], [1, 1], scattered=scattered) for scattered in (True, False)]
     masses = [mass_by_kernel(s.query, written(s), observe(s, 1), 0.125) for s in steps]
     assert torch.equal(*masses)
+
+
+@pytest.mark.parametrize("num_queries", [1, 4])
+def test_what_a_column_takes_is_what_was_planned(num_queries):
+    """Statistics of the tiles and the mass itself, beside the sum of the layers before."""
+    step = case.Step([256, 250], [num_queries] * 2, 64, 2)
+    cache, observed = written(step), observe(step, num_queries)
+    with PeakMemory() as peak:
+        mass_by_kernel(step.query, cache, observed, 0.125)
+    columns = len(observed.rows) * observed.width
+    assert peak.num_bytes + 4 * num_queries * columns <= column_bytes(64).of(num_queries) * columns
 
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)

@@ -34,12 +34,14 @@ from vtoken.integration.vllm.gpu_core import (
     make_gpu_core,
 )
 from vtoken.integration.vllm.observer import default_layers
+from vtoken.integration.vllm.observer_gpu import observation_bytes
 from vtoken.integration.vllm.query_capture import QueryCapture
 from vtoken.integration.vllm.runner_base import TokenLayerRunner, other_ranks
 from vtoken.integration.vllm.self_check import PartsCheck
 from vtoken.integration.vllm.self_check_steps import StepsCheck
 from vtoken.integration.vllm.support import check_score_layers, vtoken_config
 from vtoken.integration.vllm.worker_core import WorkerCore
+from vtoken.policies.registry import all_policies
 
 
 class GpuTokenLayer(TokenLayerRunner):
@@ -101,14 +103,18 @@ class GpuTokenLayer(TokenLayerRunner):
     def buffer_bytes(self) -> int:
         """Device memory that the token layer takes beside the cache, known before there is one.
 
-        Two tables, of which vLLM's own replaces one with an entry per block, and the queries of
-        the sampled layers.
+        Two tables, of which vLLM's own replaces one with an entry per block; the queries of the
+        sampled layers; and what observing takes under any policy, since each request may name its
+        own when the cache has long taken the rest.
         """
         layers = self.attention_layers(self.get_kv_cache_spec())
         impl = next(iter(layers.values())).impl
         query = self.max_num_tokens * impl.num_heads * impl.head_size * self.dtype.itemsize
-        row = (self.max_model_len + 2 * self.cache_config.block_size) * torch.int32.itemsize
-        return int(2 * self.max_num_reqs * row + len(self._sampled(list(layers))) * query)
+        width = self.max_model_len + 2 * self.cache_config.block_size
+        tables = 2 * self.max_num_reqs * width * torch.int32.itemsize
+        signals = frozenset[str]().union(*(policy.signals for policy in all_policies().values()))
+        observing = observation_bytes(signals, self.max_num_reqs, width, impl.num_heads)
+        return int(tables + len(self._sampled(list(layers))) * query + observing)
 
     def build_core(self, kv_cache_config: Any) -> WorkerCore:
         """See :meth:`TokenLayerRunner.build_core`."""

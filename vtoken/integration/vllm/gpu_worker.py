@@ -47,9 +47,15 @@ class GpuTokenLayerWorker:
         A size that the user gave stays as it is.
         """
         available: int = super().determine_available_memory()  # type: ignore[misc]
-        if self.cache_config.kv_cache_memory_bytes:
-            return available
-        return available - int(self.model_runner.buffer_bytes())
+        kept = int(self.model_runner.buffer_bytes())
+        is_given = bool(self.cache_config.kv_cache_memory_bytes)
+        logger.info(
+            "vToken takes up to %.2f GiB beside the KV cache, %s; max_num_seqs and max_model_len "
+            "decide how much",
+            kept / 2**30,
+            "which kv_cache_memory_bytes must leave free" if is_given else "which are kept back",
+        )
+        return available if is_given else available - kept
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the cache, then check copies, reads and scores on it."""

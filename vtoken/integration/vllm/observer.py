@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -16,19 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vtoken.integration.vllm.cache_signals import cache_signals
 from vtoken.integration.vllm.messages import SignalReport, StepMessage
+from vtoken.integration.vllm.observation_parts import ObservedRequests, packed
 from vtoken.integration.vllm.ranks import OneRank, Ranks
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_view import SlotGeometry, SplitKV
-from vtoken.observation import (
-    ATTENTION_SIGNALS,
-    KEY_NORM,
-    KEY_REDUNDANCY,
-    VALUE_KEY_RATIO,
-    ObservationSpec,
-    Observe,
-)
-from vtoken.scores import attention_mass, key_norms, key_redundancy, value_key_ratio
+from vtoken.observation import ATTENTION_SIGNALS, ObservationSpec, Observe
+from vtoken.scores import attention_mass
 from vtoken.signal_rows import SignalRows
 
 NUM_DEFAULT_LAYERS = 4
@@ -144,15 +140,19 @@ class Observer:
         """
         step, self.step = self.step, None
         if step is not None:
-            # Before anything nonlinear (the history compares with the mean mass) happens to it.
-            masses = self._ranks.mean([group.mass for group in step.groups])
-            for group, mass in zip(step.groups, masses, strict=True):
-                mean = mass / len(self._sampled)
-                self._signals.add(group.rows, mean, group.lens, group.in_prefill)
+            self._accumulate(step.groups)
         if self._spec is None:
             return {}
         everything = self._spec.signals
         return {req_id: self._report(req_id, own.get(req_id, everything)) for req_id in wanted}
+
+    def _accumulate(self, groups: Sequence[ObservedMass]) -> None:
+        """Account for masses, summed over the sampled layers; they are overwritten."""
+        # Before anything nonlinear (the history compares with the mean mass) happens to them.
+        masses = self._ranks.mean([group.mass for group in groups])
+        for group, mass in zip(groups, masses, strict=True):
+            mean = mass.div_(len(self._sampled))
+            self._signals.add(group.rows, mean, group.lens, group.in_prefill)
 
     def configure(self, spec: ObservationSpec | None) -> None:
         """Keep buffers for these signals only.
@@ -164,8 +164,7 @@ class Observer:
         signals = frozenset() if spec is None else spec.signals
         table, before = self._rows.table, self._signals
         num_rows, width = table.shape if signals & ATTENTION_SIGNALS else (0, 0)
-        self._signals = SignalRows(signals, num_rows, width, table.device)
-        self._signals.take_over(before)
+        self._signals = SignalRows(signals, num_rows, width, table.device, before)
         names = list(self._layers)
         layers = (spec and spec.layers) or default_layers(len(names))
         self._sampled = {names[i]: self._layers[names[i]] for i in layers}
@@ -187,81 +186,73 @@ class Observer:
         if not names:
             return {}
         totals = dict.fromkeys(names, torch.zeros(()))
-        slots = torch.from_numpy(self._rows.canonical(req_id).astype(np.int64))
+        slots = self._slots(req_id)
         for view in self._sampled.values():
-            key, value = self._gather(view, slots)
-            for name in names:
-                totals[name] = totals[name] + _cache_signal(name, key, value)
+            keys, values = partial(self._keys, view), partial(self._values, view)
+            numbers = view.key.shape[1] * view.key.shape[-1]
+            for name, signal in cache_signals(names, slots, keys, values, numbers).items():
+                totals[name] = totals[name] + signal
         means = self._ranks.mean([totals[name] / len(self._sampled) for name in sorted(totals)])
         return {name: mean.cpu().numpy() for name, mean in zip(sorted(totals), means, strict=True)}
 
-    def _gather(self, view: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of canonical ``slots``, ``[num_kv_heads, n, head_size]`` each."""
-        heads = view.geometry.key_rows(slots).view(len(slots), -1).T
-        return view.rows[heads], view.rows[heads + view.geometry.block_size]
+    def _slots(self, req_id: str) -> torch.Tensor:
+        """Canonical slots of the live tokens, int64 ``[n]``, where the cache is."""
+        slots = self._rows.canonical(req_id).astype(np.int64)
+        return torch.from_numpy(slots).to(self._rows.table.device)
+
+    def _keys(self, view: Any, slots: torch.Tensor) -> torch.Tensor:
+        """Keys of ``slots``, ``[num_kv_heads, n, head_size]``."""
+        keys: torch.Tensor = view.rows[_head_rows(view, slots)]
+        return keys
+
+    def _values(self, view: Any, slots: torch.Tensor) -> torch.Tensor:
+        """Values of ``slots``, shaped likewise."""
+        values: torch.Tensor = view.rows[_head_rows(view, slots) + view.geometry.block_size]
+        return values
 
 
-def _cache_signal(name: str, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if name == KEY_NORM:
-        return key_norms(key)
-    if name == KEY_REDUNDANCY:
-        return key_redundancy(key)
-    assert name == VALUE_KEY_RATIO, name
-    return value_key_ratio(key, value)
-
-
-@dataclass(frozen=True, eq=False)
-class ObservedRequests:
-    """Observed requests of one step: slot row, live tokens, end of its queries in the batch."""
-
-    rows: NDArray[np.int64]
-    lens: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    num_queries: NDArray[np.int64]
-    in_prefill: NDArray[np.bool_]
-
-    def take(self, index: NDArray[np.int64]) -> ObservedRequests:
-        """Some of them."""
-        return ObservedRequests(*(array[index] for array in vars(self).values()))
-
-
-def parts_by_queries(requests: ObservedRequests) -> list[ObservedRequests]:
-    """Requests with equally many observed queries together, the most queries last."""
-    counts = np.unique(requests.num_queries)
-    return [requests.take(np.flatnonzero(requests.num_queries == count)) for count in counts]
+def _head_rows(view: SplitKV, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of the keys, ``[num_kv_heads, n]``."""
+    return view.geometry.key_rows(slots).view(len(slots), -1).T
 
 
 def _parts(requests: ObservedRequests, geometry: SlotGeometry) -> list[ObservedRequests]:
     """Single queries together, as far as their padded keys fit; longer windows one by one."""
     single = np.flatnonzero(requests.num_queries == 1)
     parts = [requests.take(np.array([i])) for i in np.flatnonzero(requests.num_queries > 1)]
-    if len(single):
-        per_token = geometry.num_kv_heads * geometry.head_size * 4
-        width = int(requests.lens[single].max())
-        step = max(1, _GATHER_BYTES // (width * per_token))
-        parts += [requests.take(single[i : i + step]) for i in range(0, len(single), step)]
-    return parts
+    per_token = geometry.num_kv_heads * geometry.head_size * 4
+    together = packed(requests.lens[single], per_token, _GATHER_BYTES)
+    return parts + [requests.take(single[index]) for index in together]
 
 
-@dataclass(frozen=True, eq=False)
-class QueryGroup:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ObservedMass:
     """Requests with equally many observed queries, padded to the longest.
 
     Attributes:
-        rows: int64 ``[n]`` slot rows.
-        queries: int64 ``[n * q]`` places among the step's tokens.
+        rows: int64 ``[n]`` slot rows, on the host as the next two.
         lens: int64 ``[n, q]`` live tokens that each query reads.
-        key_rows: int64 ``[n * num_kv_heads * width]`` rows of the cache's ``[rows, D]`` view.
         in_prefill: bool ``[n]``.
-        mass: float32 ``[n, q, width]``, summed over the sampled layers; written by them.
+        mass: float32 ``[n, q, width]``, summed over the sampled layers.
     """
 
     rows: torch.Tensor
-    queries: torch.Tensor
     lens: torch.Tensor
-    key_rows: torch.Tensor
     in_prefill: torch.Tensor
     mass: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class QueryGroup(ObservedMass):
+    """A group whose mass the sampled layers write.
+
+    Attributes:
+        queries: int64 ``[n * q]`` places among the step's tokens.
+        key_rows: int64 ``[n * num_kv_heads * width]`` rows of the cache's ``[rows, D]`` view.
+    """
+
+    queries: torch.Tensor
+    key_rows: torch.Tensor
 
 
 def make_group(

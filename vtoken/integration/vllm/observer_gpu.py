@@ -1,9 +1,13 @@
 """Observes attention on a GPU: from captured queries, after the forward, before relocations.
 
 Order within one step: ``begin`` arms the capture, the forward leaves the queries of the sampled
-layers in it, ``forward_done`` queues a kernel per layer and group of requests, then the step's
-relocations are queued, and ``end`` accumulates. Everything stays on the device and on its compute
-stream; only a report of signals waits for it, in steps in which a policy is due that needs them.
+layers in it, ``forward_done`` queues the scores, then relocations are queued, and ``end``
+reports. Everything stays on the device and on its compute stream; only a report of signals waits
+for it, in steps in which a policy is due that needs them.
+
+Requests are scored in parts, one after the other: a kernel per sampled layer, then the masses are
+accumulated, and what a part took is free again. So a step takes :data:`WORK_BYTES` beside the
+accumulators, whatever is observed in it, and a worker can keep that back from the KV cache.
 """
 
 from __future__ import annotations
@@ -18,12 +22,19 @@ import torch
 from numpy.typing import NDArray
 
 from vtoken.gpu_scores.mass import ObservedQueries, Scorer
-from vtoken.integration.vllm.observer import ObservedRequests, Observer, parts_by_queries
+from vtoken.integration.vllm.cache_signals import WORK_BYTES
+from vtoken.integration.vllm.observation_parts import (
+    ColumnBytes,
+    ObservedRequests,
+    parts_by_queries,
+)
+from vtoken.integration.vllm.observer import ObservedMass, Observer
 from vtoken.integration.vllm.query_capture import QueryCapture
 from vtoken.integration.vllm.ranks import Ranks
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_pages import PagedKV
 from vtoken.observation import ObservationSpec, Observe
+from vtoken.signal_rows import bytes_per_column
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +52,28 @@ class LogitScale:
     soft_cap: float = 0.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Scored requests: where they are, and their mass over the sampled layers."""
+def column_bytes(num_heads: int) -> ColumnBytes:
+    """What scoring a column takes on a device, for ``num_heads`` query heads of this rank.
 
-    rows: torch.Tensor
-    lens: torch.Tensor
-    in_prefill: torch.Tensor
-    mass: torch.Tensor
+    Per query the sum of the masses and the mass of a layer, or the copies in which ranks exchange
+    it (float32: 16 bytes at most), and per head and tile of 64 columns four numbers; and once, in
+    :meth:`SignalRows.add`, sums and two copies of a history.
+    """
+    return ColumnBytes(fixed=32, per_query=16 + -(-num_heads // 4))
 
 
-@dataclass(frozen=True, eq=False)
-class _Scored:
-    """A step's groups, as :meth:`Observer.end` reads them."""
+def observation_bytes(signals: frozenset[str], num_rows: int, width: int, num_heads: int) -> int:
+    """Most device memory that observing takes beside the captured queries.
 
-    groups: Sequence[_Group]
+    Args:
+        signals: that a policy may ask for while the engine runs.
+        num_rows, width: of the slot rows.
+        num_heads: query heads of this rank.
+    """
+    if not signals:
+        return 0
+    work = max(WORK_BYTES, width * column_bytes(num_heads).of(1))
+    return num_rows * width * bytes_per_column(signals) + work
 
 
 class PagedObserver(Observer):
@@ -84,27 +102,27 @@ class PagedObserver(Observer):
         self._capture = capture
         self._scales = scales
         self._scorer = scorer
-        self._pending: list[ObservedRequests] = []
+        self._parts: list[ObservedRequests] = []
 
     def begin(
         self, observe: Mapping[str, Observe], req_ids: Sequence[str], num_new: NDArray[np.int32]
     ) -> None:
         """See :meth:`Observer.begin`."""
-        self.step = None
-        self._pending = []
+        self._parts = []
         if observe and self._signals.signals:
             requests = self._observed(observe, req_ids, num_new)
-            self._pending = parts_by_queries(requests)
-        self._capture.wanted = bool(self._pending)
+            num_heads = next(iter(self._capture.queries.values())).shape[1]
+            self._parts = parts_by_queries(requests, column_bytes(num_heads), WORK_BYTES)
+        self._capture.wanted = bool(self._parts)
 
     def forward_done(self) -> None:
         """Queue the scores of this step's queries on the compute stream."""
-        pending, self._pending = self._pending, []
+        parts, self._parts = self._parts, []
         self._capture.wanted = False
-        if pending:
-            self.step = cast(Any, _Scored([self._score(requests) for requests in pending]))
+        for requests in parts:
+            self._accumulate([self._score(requests)])
 
-    def _score(self, requests: ObservedRequests) -> _Group:
+    def _score(self, requests: ObservedRequests) -> ObservedMass:
         back = np.arange(int(requests.num_queries[0]))[::-1]
         lens = torch.from_numpy(requests.lens[:, None] - back)
         rows = torch.from_numpy(requests.rows)
@@ -117,12 +135,21 @@ class PagedObserver(Observer):
             lens=lens.to(device, non_blocking=True),
             width=int(requests.lens.max()),
         )
-        masses = []
-        for name, query in self._capture.queries.items():
-            scale, cache = self._scales[name], cast(PagedKV, self._layers[name])
-            masses.append(self._scorer(query, cache, observed, scale.scale, scale.soft_cap))
-        mass = torch.stack(masses).sum(0)
-        return _Group(rows, lens, torch.from_numpy(requests.in_prefill), mass)
+        in_prefill = torch.from_numpy(requests.in_prefill)
+        return ObservedMass(rows=rows, lens=lens, in_prefill=in_prefill, mass=self._mass(observed))
+
+    def _mass(self, observed: ObservedQueries) -> torch.Tensor:
+        """Summed over the sampled layers, of which never more than one is held beside the sum."""
+        first, *others = self._capture.queries
+        total = self._mass_in(first, observed)
+        for name in others:
+            total.add_(self._mass_in(name, observed))
+        return total
+
+    def _mass_in(self, name: str, observed: ObservedQueries) -> torch.Tensor:
+        scale, cache = self._scales[name], cast(PagedKV, self._layers[name])
+        query = self._capture.queries[name]
+        return self._scorer(query, cache, observed, scale.scale, scale.soft_cap)
 
     def configure(self, spec: ObservationSpec | None) -> None:
         """See :meth:`Observer.configure`; logs a choice of layers that is not the capture's."""
@@ -135,7 +162,13 @@ class PagedObserver(Observer):
             )
         self._sampled = captured
 
-    def _gather(self, view: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks, offsets = view.locate(slots.to(view.cache.device))
-        key, value = view.key[blocks, :, offsets], view.value[blocks, :, offsets]
-        return key.transpose(0, 1), value.transpose(0, 1)
+    def _keys(self, view: Any, slots: torch.Tensor) -> torch.Tensor:
+        return self._gathered(view.key, view.locate(slots))
+
+    def _values(self, view: Any, slots: torch.Tensor) -> torch.Tensor:
+        return self._gathered(view.value, view.locate(slots))
+
+    @staticmethod
+    def _gathered(numbers: torch.Tensor, place: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        blocks, offsets = place
+        return numbers[blocks, :, offsets].transpose(0, 1)
