@@ -41,6 +41,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"modelCache": {"type": "pvc"}, "autoscaling": {"kind": "hpa"}},
         "4 pods cannot share one claim",
     ),
+    "surging-read-write-once": (
+        {"modelCache": {"type": "pvc"}, "strategy": {"type": "RollingUpdate"}},
+        "2 pods (one of them of strategy.maxSurge) cannot share one claim with accessModes "
+        "ReadWriteOnce: use strategy.type=Recreate, ReadWriteMany, or modelCache.type=perReplica",
+    ),
+    "surging-read-write-once-pod": (
+        {
+            "modelCache": {"type": "pvc", "accessModes": ["ReadWriteOncePod"]},
+            "strategy": {"type": "RollingUpdate", "maxSurge": "25%"},
+        },
+        "2 pods (one of them of strategy.maxSurge) cannot share one claim",
+    ),
     "no-claim": ({"modelCache": {"type": "existingClaim"}}, "modelCache.existingClaim"),
     "api-key-in-arguments": (
         {"vllm": {"extraArgs": ["--api-key=secret"]}},
@@ -69,6 +81,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"strategy": {"type": "RollingUpdate", "maxSurge": 0, "maxUnavailable": 0}},
         "a rolling update could never begin",
     ),
+    "stuck-rolling-update-by-share": (
+        {"strategy": {"type": "RollingUpdate", "maxSurge": "0%", "maxUnavailable": "0"}},
+        "a rolling update could never begin",
+    ),
     "ingress-without-host": ({"ingress": {"enabled": True}}, "ingress.hosts"),
     "route-without-gateway": ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
     "no-drain": ({"server": {"drainSeconds": 0}}, "drainSeconds"),
@@ -82,3 +98,18 @@ def test_refusal_names_the_value(helm: Helm, name: str) -> None:
     with pytest.raises(HelmError) as refusal:
         helm.template(values)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": {"type": "RollingUpdate", "maxSurge": "0%", "maxUnavailable": 1}},
+        {"strategy": {"type": "Recreate"}},
+        {"strategy": {"type": "RollingUpdate"}, "modelCache": {"accessModes": ["ReadWriteMany"]}},
+        {"strategy": {"type": "RollingUpdate"}, "modelCache": {"type": "perReplica"}},
+    ],
+    ids=["no-surge", "recreate", "read-write-many", "claim-per-replica"],
+)
+def test_updates_that_a_claim_allows_are_let_through(helm4: Helm, values: dict[str, Any]) -> None:
+    """One pod at a time on a claim for one, or a claim that several pods may have."""
+    helm4.template({**values, "modelCache": {"type": "pvc", **values.get("modelCache", {})}})

@@ -42,9 +42,13 @@
 {{- end -}}
 {{- $scales := ne .Values.autoscaling.kind "none" -}}
 {{- $pods := $scales | ternary (int .Values.autoscaling.maxReplicas) (int .Values.replicas) -}}
+{{- $surges := and (eq .Values.strategy.type "RollingUpdate") (not (include "vtoken.isZero" .Values.strategy.maxSurge)) -}}
+{{- $atOnce := $surges | ternary (add1 $pods) $pods -}}
 {{- $shared := or (has "ReadWriteMany" $cache.accessModes) (has "ReadOnlyMany" $cache.accessModes) -}}
-{{- if and (eq $cache.type "pvc") (gt $pods 1) (not $shared) -}}
-{{- fail (printf "%d pods cannot share one claim with accessModes %s: use ReadWriteMany, or modelCache.type=perReplica" $pods (join "," $cache.accessModes)) -}}
+{{- if and (eq $cache.type "pvc") (gt (int $atOnce) 1) (not $shared) -}}
+{{- $whence := $surges | ternary " (one of them of strategy.maxSurge)" "" -}}
+{{- $remedy := and $surges (eq $pods 1) | ternary "strategy.type=Recreate, " "" -}}
+{{- fail (printf "%d pods%s cannot share one claim with accessModes %s: use %sReadWriteMany, or modelCache.type=perReplica" (int $atOnce) $whence (join "," $cache.accessModes) $remedy) -}}
 {{- end -}}
 {{- if and $scales (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
 {{- fail (printf "autoscaling.minReplicas=%d is above maxReplicas=%d" (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) -}}
@@ -57,9 +61,14 @@
 {{- fail "podDisruptionBudget.minAvailable and maxUnavailable exclude each other: set one to null" -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq .Values.strategy.type "RollingUpdate") (eq (toString .Values.strategy.maxSurge) "0") (eq (toString .Values.strategy.maxUnavailable) "0") -}}
+{{- if and (eq .Values.strategy.type "RollingUpdate") (include "vtoken.isZero" .Values.strategy.maxSurge) (include "vtoken.isZero" .Values.strategy.maxUnavailable) -}}
 {{- fail "strategy.maxSurge and maxUnavailable are both 0: a rolling update could never begin" -}}
 {{- end -}}
+{{- end -}}
+
+{{/* Of a number or share of pods: "true" for 0 and 0%. */}}
+{{- define "vtoken.isZero" -}}
+{{- if regexMatch "^0+%?$" (toString .) }}true{{ end -}}
 {{- end -}}
 
 {{- define "vtoken.validateNetwork" -}}
