@@ -56,10 +56,10 @@ class Helm:
         text = self.run(*command, *_files(presets), stdin=json.dumps(values or {}))
         return [document for document in yaml.safe_load_all(text) if document]
 
-    def notes(self, values: Mapping[str, Any]) -> str:
+    def notes(self, values: Mapping[str, Any], presets: Sequence[str] = ()) -> str:
         """What ``helm install`` would print; raises :class:`HelmError`."""
         command = ("install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--dry-run=client")
-        return self.run(*command, *_files(()), stdin=json.dumps(values)).split("NOTES:\n")[1]
+        return self.run(*command, *_files(presets), stdin=json.dumps(values)).split("NOTES:\n")[1]
 
 
 def find(objects: Sequence[Object], kind: str, suffix: str = "") -> Object:
