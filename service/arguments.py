@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from service.errors import UsageError
 from service.flags import add_flags, flag_values
 from service.settings.token_layer import load_config
+from service.settings.vllm_variables import vllm_api_keys
 from vtoken.config import VTokenConfig
 
 EMBEDDED_DEFAULTS: Mapping[str, Any] = {
@@ -45,7 +46,7 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, VTokenConfig]:
 
     Raises:
         UsageError: flags that cannot go together.
-        ConfigError: a setting of ours is out of bounds.
+        ConfigError: a setting of ours is out of bounds, or a key of vLLM's is blank.
         SystemExit: vLLM's own parser refused a flag (code 2) or printed help.
     """
     parser = _make_parser()
@@ -85,6 +86,7 @@ def _refuse_unservable(args: Namespace, config: VTokenConfig) -> None:
         raise UsageError(f"--headless, --grpc and --grpc-port are not served: {_ONE_PORT}")
     if args.data_parallel_multi_port_external_lb:
         raise UsageError(f"--data-parallel-multi-port-external-lb: {_ONE_PORT}")
+    vllm_api_keys(args.api_key)
     if args.api_server_count not in (None, 1):
         _refuse_with_several(args)
 

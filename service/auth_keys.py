@@ -138,6 +138,22 @@ class KeyRing:
         return sorted({name for _, name in self._names})
 
 
+def bare_key(setting: str, text: str) -> str:
+    """A key as clients can send it: without the blanks around it, as of a Secret made from a file.
+
+    Args:
+        setting: the variable or flag that holds it.
+        text: not empty.
+
+    Raises:
+        ConfigError: it is blank; taken for no key, it would leave open what it was to close.
+    """
+    key = text.strip()
+    if not key:
+        raise ConfigError(setting, text, "a key that is not blank; leave it out for none")
+    return key
+
+
 def parse_lines(text: str, kind: str) -> list[tuple[str, str]]:
     """``(name, key)`` of each line; bare keys are ``kind-1``, ``kind-2``, … by place."""
     lines = (line.strip() for line in text.splitlines())

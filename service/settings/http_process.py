@@ -13,7 +13,7 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
 )
 
-from service.auth_keys import KeyRing, KeySources
+from service.auth_keys import KeyRing, KeySources, bare_key
 from service.settings.base import FromEnvironment, rule_of
 from service.settings.given import file_settings, given_settings
 from service.settings.layers import Given
@@ -91,7 +91,7 @@ class ServiceSettings(FromEnvironment):
         """The admin keys; none means that the admin routes are closed.
 
         Raises:
-            ConfigError: a key file or folder cannot be read or holds no key.
+            ConfigError: a key is blank, or a file or folder of them cannot be read or holds none.
         """
         return _key_ring("admin", self.admin_key, self.admin_key_file, self.admin_keys_dir)
 
@@ -145,8 +145,9 @@ def _key_ring(
     folder: Path | None,
     more: Iterable[tuple[str, str]] = (),
 ) -> KeyRing:
-    own = key.get_secret_value().strip() if key else ""
-    given = (*([(kind, own)] if own else []), *more)
+    own = key.get_secret_value() if key else ""
+    setting = f"VTOKEN_{kind.upper()}_KEY"
+    given = (*([(kind, bare_key(setting, own))] if own else []), *more)
     return KeyRing(KeySources(kind, given, file, folder))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
+from service.auth_keys import bare_key
 from vtoken.errors import ConfigError
 
 OUR_PLUGINS: tuple[str, ...] = ("vtoken", "vtoken_http")
@@ -100,12 +101,17 @@ def _trace_protocol() -> str:
 
 
 def vllm_api_keys(given: Sequence[str | None] | None) -> list[str]:
-    """The keys of vLLM's own guard, as vLLM chooses them.
+    """The keys of vLLM's own guard, as vLLM chooses them, but without blanks around them.
 
     Args:
         given: with ``--api-key``; these beat ``VLLM_API_KEY``.
+
+    Raises:
+        ConfigError: one is blank.
     """
-    return [key for key in (given or [os.environ.get("VLLM_API_KEY")]) if key]
+    setting = "--api-key" if given else "VLLM_API_KEY"
+    keys = given or [os.environ.get("VLLM_API_KEY")]
+    return [bare_key(setting, key) for key in keys if key]
 
 
 def _installed_plugins() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -163,8 +164,33 @@ def test_smoke_takes_the_first_key_of_a_mounted_secret(smoke: ModuleType, tmp_pa
     assert smoke.key_in_folder(str(tmp_path)) == ""
     (tmp_path / "..data").mkdir()
     (tmp_path / "bob").write_text("second\n")
-    (tmp_path / "alice").write_text("first\n")
+    (tmp_path / "alice").write_text("# rotated\nalice: first\n")
     assert smoke.key_in_folder(str(tmp_path)) == "first"
+
+
+@pytest.mark.parametrize(("key", "sent"), [("k\n", "k"), (" k \r\n", "k"), ("\n", "")])
+def test_smoke_sends_the_key_as_the_server_reads_it(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, key: str, sent: str
+) -> None:
+    """A Secret made from a file often ends with a newline, which no header can hold."""
+    keys: list[str] = []
+    monkeypatch.setenv("SMOKE_API_KEY", key)
+    monkeypatch.setattr(sys, "argv", ["smoke.py", "http://service:80/"])
+    monkeypatch.setattr(smoke, "check_chat", lambda _, given: keys.append(given))
+    monkeypatch.setattr(smoke, "check_metrics", lambda _, given: keys.append(given))
+    assert smoke.main() == 0
+    assert keys == [sent, sent]
+
+
+@pytest.mark.parametrize("key", ["two\nlines", "\u20ac"])
+def test_smoke_says_that_a_key_cannot_be_sent(
+    smoke: ModuleType, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """In one sentence, which does not show it."""
+    monkeypatch.setattr(smoke, "CONNECTIONS", {})
+    with pytest.raises(smoke.SmokeError, match="no header can hold") as caught:
+        smoke.call("GET", "http://127.0.0.1:1/v1/models", key)
+    assert key not in str(caught.value)
 
 
 def test_smoke_stays_with_one_pod(smoke: ModuleType) -> None:

@@ -108,6 +108,12 @@ def test_what_cannot_be_served_is_refused(arguments, argv, expected):
         arguments.parse(argv)
 
 
+def test_blank_key_is_refused(arguments):
+    """Before the engine starts, and not served as none."""
+    with pytest.raises(ConfigError, match="--api-key"):
+        arguments.parse(["--api-key", "secret", " "])
+
+
 def test_several_api_processes(arguments, monkeypatch):
     """One is the same as none named; adapters that come and go would reach one process only."""
     assert arguments.parse(["--api-server-count", "2"])[0].api_server_count == 2

@@ -198,8 +198,8 @@ def test_vllms_own_keys_join(make_site):
 
 
 def test_vllms_variable_joins(make_site):
-    """Alone, too."""
-    site = make_site(VLLM_API_KEY="three")
+    """Alone, too, and with the newline of a Secret made from a file."""
+    site = make_site(VLLM_API_KEY="three\n")
     assert [site.status("/v1/models", key) for key in ("three", "none")] == [200, 401]
 
 

@@ -35,6 +35,21 @@ def test_useless_key_file_is_refused(monkeypatch, tmp_path, content):
         load_service_settings().admin_keys()
 
 
+@pytest.mark.parametrize("kind", ["admin", "api"])
+def test_key_is_as_clients_can_send_it(monkeypatch, kind):
+    """Without the newline of a Secret made from a file; a blank one is a mistake, an empty none."""
+    variable = f"VTOKEN_{kind.upper()}_KEY"
+    for given, name in (("secret\n", kind), ("", None)):
+        monkeypatch.setenv(variable, given)
+        settings = load_service_settings()
+        ring = settings.admin_keys() if kind == "admin" else settings.api_keys(["theirs"])
+        assert ring.name_of("secret") == name
+    monkeypatch.setenv(variable, " \n")
+    settings = load_service_settings()
+    with pytest.raises(ConfigError, match=f"{variable}=.*not blank"):
+        settings.admin_keys() if kind == "admin" else settings.api_keys()
+
+
 def test_admin_key_is_not_shown(monkeypatch):
     """Neither by repr nor by an error about another variable."""
     monkeypatch.setenv("VTOKEN_ADMIN_KEY", "hush-hush")

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from service.settings import vllm_variables
-from service.settings.vllm_variables import vllm_environment
+from service.settings.vllm_variables import vllm_api_keys, vllm_environment
 from vtoken.errors import ConfigError
 
 
@@ -74,6 +74,34 @@ def test_gpus_get_the_runner_that_vllm_or_the_user_chooses(monkeypatch, asked):
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     monkeypatch.setenv(RUNNER, "0")
     assert vllm_environment()[RUNNER] == "0"
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "keys"),
+    [
+        (None, None, []),
+        (None, "", []),
+        (None, "secret\n", ["secret"]),
+        (None, " a secret \r\n", ["a secret"]),
+        ([], "secret", ["secret"]),
+        (["one\n", "", None, "two"], "secret", ["one", "two"]),
+    ],
+)
+def test_keys_are_as_clients_can_send_them(monkeypatch, given, variable, keys):
+    """A Secret made from a file ends with a newline, which no header can hold; a flag wins."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_API_KEY", variable)
+    assert vllm_api_keys(given) == keys
+
+
+def test_blank_key_is_refused(monkeypatch):
+    """Taken for none it would open the model to everybody."""
+    monkeypatch.setenv("VLLM_API_KEY", " \n")
+    with pytest.raises(ConfigError, match=r"VLLM_API_KEY=.*not blank"):
+        vllm_api_keys(None)
+    with pytest.raises(ConfigError, match="--api-key="):
+        vllm_api_keys(["secret", "\t"])
 
 
 def built_as(version):

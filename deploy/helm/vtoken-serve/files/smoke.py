@@ -50,6 +50,8 @@ def call(
         CONNECTIONS[place.netloc].request(method, place.path, data, sent)
         answer = CONNECTIONS[place.netloc].getresponse()
         text = answer.read().decode(errors="replace")
+    except ValueError:  # its message would show the key
+        raise SmokeError(f"{method} {url} was not sent: no header can hold this key") from None
     except (OSError, http.client.HTTPException) as error:
         raise SmokeError(f"{method} {url} failed: {error!r}") from error
     if answer.status >= 300:
@@ -102,7 +104,7 @@ def key_in_folder(folder: str) -> str:
     """The key in the first file of a mounted Secret; "" without a folder or a file."""
     files = sorted(Path(folder).iterdir()) if folder else []
     entries = [file for file in files if not file.name.startswith(".")]
-    return entries[0].read_text().strip() if entries else ""
+    return first_key(entries[0].read_text()) if entries else ""
 
 
 def main() -> int:
@@ -111,7 +113,7 @@ def main() -> int:
     admin_key = first_key(os.environ.get("SMOKE_ADMIN_KEYS", ""))
     admin_key = admin_key or key_in_folder(os.environ.get("SMOKE_ADMIN_KEYS_DIR", ""))
     admin_url = os.environ.get("SMOKE_ADMIN_URL", base)
-    api_key = os.environ.get("SMOKE_API_KEY", "")
+    api_key = os.environ.get("SMOKE_API_KEY", "").strip()
     api_key = api_key or key_in_folder(os.environ.get("SMOKE_API_KEYS_DIR", ""))
     try:
         check_chat(base, api_key)
