@@ -160,14 +160,22 @@ class Client:
         Raises:
             CallError: it was not answered with 2xx and an object; the class has the exit code.
         """
-        headers = dict(options.pop("headers", {}))
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        answer = self._send(self.admin_url, method, path, headers=headers, **options)
+        answer = self._with_key(method, path, **options)
         if 200 <= answer.status < 300 and isinstance(answer.body, dict):
             return answer.body
-        kind = _REFUSALS.get(answer.status, CallError)
-        raise kind(self._reason(answer))
+        raise self._refusal(answer)
+
+    def metrics(self) -> str:
+        """The text of ``/metrics``, which may need a key; asked where the admin routes are, since
+        the key is sent nowhere else.
+
+        Raises:
+            CallError: it was not answered with 200 and text; the class has the exit code.
+        """
+        answer = self._with_key("GET", "/metrics")
+        if answer.status == 200 and isinstance(answer.body, str):
+            return answer.body
+        raise self._refusal(answer)
 
     def get(self, path: str) -> Answer:
         """One route of the service itself.
@@ -176,6 +184,15 @@ class Client:
             CallError: no answer came.
         """
         return self._send(self.url, "GET", path)
+
+    def _with_key(self, method: str, path: str, **options: Any) -> Answer:
+        headers = dict(options.pop("headers", {}))
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        return self._send(self.admin_url, method, path, headers=headers, **options)
+
+    def _refusal(self, answer: Answer) -> CallError:
+        return _REFUSALS.get(answer.status, CallError)(self._reason(answer))
 
     def _send(self, url: str, method: str, path: str, **options: Any) -> Answer:
         try:

@@ -117,12 +117,10 @@ def look(
     """Read the service once.
 
     Raises:
-        CallError: it cannot be reached or refuses the key.
+        CallError: it cannot be reached, refuses the key, or has no metrics.
     """
     state = client.admin("GET", "/admin/state")
-    answer = client.get("/metrics")
-    counters = read_counters(answer.body if isinstance(answer.body, str) else "")
-    frame = Frame(clock(), state, counters, {})
+    frame = Frame(clock(), state, read_counters(client.metrics()), {})
     return frame if before is None else dataclasses.replace(frame, rates=rates(before, frame))
 
 

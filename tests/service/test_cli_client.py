@@ -12,9 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from service import cli, cli_top
+from service import auth_access, cli, cli_top
+from service.auth_access import AccessRules
+from service.auth_keys import KeyRing
+from service.cli_client import Client, make_parser
 from tests.service.conftest import ADMIN_KEY
 from tests.service.ui_server import PoolEngine, UiServer
 
@@ -226,6 +230,27 @@ def test_top_prints_plain_frames_where_there_is_no_terminal(server, engine, caps
     assert f"F {engine.layer.occupancy.waste_ratio:.2f}" in out
     frame = json.loads(run(capsys, "top", "--once", "--interval", "0.1", "--json")[1])
     assert frame["rates_per_second"].keys() == cli_top.RATES.keys()
+
+
+def test_top_sends_the_key_that_metrics_may_need(server, engine, capsys):
+    """The admin key opens them; without it there would be nothing but zeros."""
+    guard = server.app.state.vtoken.guard
+    rules = AccessRules(guard, KeyRing.of("api", {"alice": "k"}), metrics_key_required=True)
+    auth_access.install(server.app, rules)
+    assert httpx.get(server.root + "/metrics").status_code == 401
+    engine.layer.stats.inc("evicted_tokens_total", 7, "none")
+    with Client(make_parser("top", "").parse_args([])) as client:
+        assert cli_top.look(client, None).counters["vtoken_evicted_tokens_total"] >= 7
+    code, _, err = run(capsys, "top", "--once", "--interval", "0.1")
+    assert (code, err) == (0, "")
+
+
+def test_top_without_metrics_fails(server, capsys):
+    """Rates that nobody measured are not shown as zero."""
+    server.app.router.routes[:] = [r for r in server.app.routes if r.path != "/metrics"]
+    code, out, err = run(capsys, "top", "--once", "--interval", "0.1")
+    assert (code, out) == (1, "")
+    assert "no such route" in err
 
 
 class Terminal(io.StringIO):
