@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.auth_access import ON_ADMIN_PORT
 from service.errors import UsageError
+from service.settings.vllm_variables import keep_alive_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: ASGIApp, args: Namespace) -> AdminServer:
-    """A server of ``app``'s admin routes, with the TLS certificate of the main port if it has one.
+    """A server of ``app``'s admin routes, with the main port's TLS, if it has it, and patience.
 
     Args:
         app: the whole app.
@@ -69,11 +70,14 @@ def make_server(app: ASGIApp, args: Namespace) -> AdminServer:
         lifespan="off",
         log_config=None,
         access_log=False,
+        timeout_keep_alive=keep_alive_seconds(),
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=getattr(args, "ssl_ca_certs", None),
-        ssl_cert_reqs=getattr(args, "ssl_cert_reqs", 0),
+        ssl_ca_certs=args.ssl_ca_certs,
+        ssl_cert_reqs=args.ssl_cert_reqs,
+        ssl_ciphers=args.ssl_ciphers,
     )
+    config.load()
     return AdminServer(config)
 
 
@@ -82,9 +86,29 @@ async def serve(app: ASGIApp, args: Namespace, sock: socket.socket) -> None:
     host, port = sock.getsockname()[:2]
     logger.info("the admin routes are on %s port %d, and there only", host, port)
     server = make_server(app, args)
-    with sock:
+    with sock, _fresh_certificate(server.config, args):
         try:
             await server.serve(sockets=[sock])
         finally:
             for listener in getattr(server, "servers", ()):
                 listener.close()
+
+
+@contextlib.contextmanager
+def _fresh_certificate(config: uvicorn.Config, args: Namespace) -> Iterator[None]:
+    """Serve a certificate that is replaced on disk from then on, as the main port does."""
+    if config.ssl is None or not args.enable_ssl_refresh:
+        yield
+        return
+    from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
+
+    refresher = SSLCertRefresher(
+        ssl_context=config.ssl,
+        key_path=args.ssl_keyfile,
+        cert_path=args.ssl_certfile,
+        ca_path=args.ssl_ca_certs,
+    )
+    try:
+        yield
+    finally:
+        refresher.stop()

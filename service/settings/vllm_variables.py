@@ -13,6 +13,7 @@ from vtoken.errors import ConfigError
 OUR_PLUGINS: tuple[str, ...] = ("vtoken", "vtoken_http")
 _PLUGIN_GROUPS = ("general", "platform", "io_processor", "stat_logger")
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_KEEP_ALIVE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection is kept. Longer than clients and load balancers keep theirs (5 s,
@@ -41,11 +42,22 @@ def vllm_environment() -> dict[str, str]:
         "VLLM_PLUGINS": ",".join(dict.fromkeys([*filter(None, theirs), *OUR_PLUGINS])),
         **_model_runner(),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": os.environ.get(
-            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", str(KEEP_ALIVE_SECONDS)
-        ),
+        _KEEP_ALIVE: str(keep_alive_seconds()),
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": _trace_protocol(),  # vLLM reads no other
     }
+
+
+def keep_alive_seconds() -> int:
+    """How long an idle connection is kept; see :data:`KEEP_ALIVE_SECONDS`.
+
+    Raises:
+        ConfigError: the user's is no number.
+    """
+    text = os.environ.get(_KEEP_ALIVE, str(KEEP_ALIVE_SECONDS))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(_KEEP_ALIVE, text, "a whole number of seconds") from error
 
 
 def log_environment(log_file: Path, style: str) -> dict[str, str]:

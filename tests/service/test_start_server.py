@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import importlib.util
 import logging
 import socket
@@ -19,13 +18,14 @@ import pytest
 import tqdm.std
 import uvicorn
 
-from service.server import answering
+from service.server import answering, tls_context
 from service.start_progress import (
     PHASES,
     StartProgress,
     StartProgressHandler,
     watch_checkpoint_files,
 )
+from tests.service.certificates import make_certificate
 
 
 @pytest.fixture
@@ -103,10 +103,7 @@ def test_tls_is_spoken_where_the_server_will(
     sock: socket.socket, progress: StartProgress, tmp_path: Path
 ) -> None:
     """Probes with scheme HTTPS are answered, and plain text harms nobody."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from service.server import tls_context
-
-    make_certificate(x509, tmp_path)
+    make_certificate(tmp_path)
     names = ("keyfile", "certfile", "cert_reqs", "ca_certs", "ciphers")
     values = (tmp_path / "key", tmp_path / "cert", int(ssl.CERT_NONE), None, "TLSv1")
     args = SimpleNamespace(**{f"ssl_{n}": v for n, v in zip(names, values, strict=True)})
@@ -116,33 +113,6 @@ def test_tls_is_spoken_where_the_server_will(
         url = url_of(sock).replace("http:", "https:")
         trust = ssl.create_default_context(cafile=str(tmp_path / "cert"))
         assert httpx.get(url + "/health/live", verify=trust).status_code == 200
-
-
-def make_certificate(x509, folder: Path) -> None:  # type: ignore[no-untyped-def]
-    """Self-signed, for 127.0.0.1."""
-    import ipaddress
-
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "test")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name)
-    builder = builder.public_key(key.public_key()).serial_number(1)
-    builder = builder.not_valid_before(now - datetime.timedelta(days=1))
-    builder = builder.not_valid_after(now + datetime.timedelta(days=1))
-    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-    certificate = builder.sign(key, hashes.SHA256())
-    (folder / "cert").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (folder / "key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
 
 
 def test_progress_goes_forward_only(progress: StartProgress) -> None:

@@ -32,6 +32,9 @@ def test_idle_connections_outlast_the_clients_idea_of_them(monkeypatch):
     assert int(vllm_environment()[name]) > 60
     monkeypatch.setenv(name, "7")
     assert vllm_environment()[name] == "7"
+    monkeypatch.setenv(name, "long")
+    with pytest.raises(ConfigError, match=name):
+        vllm_environment()
 
 
 def test_without_a_plugin_list_other_plugins_stay(monkeypatch):
