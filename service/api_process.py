@@ -20,6 +20,7 @@ from vllm.utils.system_utils import set_process_title
 
 from service import server
 from service.follow import follow_parent
+from service.signals import leave_on_signals
 from vtoken.integration.vllm.compat.api_processes import set_api_process
 
 
@@ -35,7 +36,7 @@ def main(address: str, sock: socket.socket, args: Namespace, client_config: dict
     Raises:
         SystemExit: with the code of :func:`service.serve.run`.
     """
-    server.leave_on_signals()
+    leave_on_signals()
     follow_parent()
     index = int(client_config["client_index"])
     args.vtoken_shared.index = index

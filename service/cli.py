@@ -22,6 +22,7 @@ from service.settings.http_process import load_service_settings
 from service.settings.token_layer import load_config
 from service.settings.unknown import unknown_settings
 from service.settings.vllm_variables import log_environment, log_level, vllm_environment
+from service.signals import StoppedWhileStarting, leave_on_signals
 from service.start_folder import start_folder
 from vtoken.errors import ConfigError, VTokenError
 
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, EXIT_USAGE)
     except VTokenError as error:
         return _complain(error, getattr(error, "exit_code", EXIT_FAILED))
+    except StoppedWhileStarting as stop:
+        return _complain(stop, 128 + stop.number)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -115,6 +118,7 @@ def _unknown(command: str) -> str:
 
 
 def _serve(argv: list[str]) -> int:
+    leave_on_signals()
     use_flags(argv)
     refused = unknown_settings()
     if refused:
@@ -135,7 +139,7 @@ def _serve(argv: list[str]) -> int:
         return serve.run(argv, folder)
 
 
-def _complain(error: Exception, code: int) -> int:
+def _complain(error: BaseException, code: int) -> int:
     print(f"vtoken-serve: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return code
 

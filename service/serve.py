@@ -43,9 +43,9 @@ def run(argv: Sequence[str], folder: StartFolder) -> int:
         UsageError, ConfigError: the arguments cannot be served, or the port is taken.
         UnsupportedError: the model or configuration cannot be served with the token layer.
         StartError: vLLM refused the model or the configuration, or the engine did not start.
-        SystemExit: stopped by a signal while starting (128 + its number), or vLLM's parser.
+        StoppedWhileStarting: by a signal, which the caller has let :mod:`service.signals` handle.
+        SystemExit: vLLM's parser.
     """
-    server.leave_on_signals()
     cli_env_setup()
     args, _ = arguments.parse(argv)
     _configure_log(args, folder)

@@ -10,13 +10,12 @@ import contextlib
 import errno
 import logging
 import math
-import signal
 import socket
 import ssl
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, MutableSequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import ValidationError
 from uvicorn.config import create_ssl_context
@@ -250,18 +249,3 @@ def _bind_error(args: Namespace, error: Exception) -> UsageError:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return UsageError(f"{where} is already in use; choose another port with --port")
     return UsageError(f"cannot listen on {where}: {error}")
-
-
-def leave_on_signals() -> None:
-    """Until vLLM's HTTP server handles them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
-
-
-def _leave(number: int, _: object) -> NoReturn:
-    """Signal handler: unwind, so that the engine's processes are stopped on the way.
-
-    Not by KeyboardInterrupt: vLLM's ``zmq_socket_ctx`` swallows that while the engine starts,
-    and then waits ten minutes for an engine that was abandoned.
-    """
-    raise SystemExit(128 + number)

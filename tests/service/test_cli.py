@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,15 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
         timeout=120,
         check=False,
     )
+
+
+@pytest.fixture(autouse=True)
+def _handlers_stay() -> Iterator[None]:
+    """The command takes the signals of its process, which is this one in some tests."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 WITH_VLLM = """
@@ -164,6 +174,43 @@ def test_what_serving_raises_becomes_an_exit_code(capsys, monkeypatch, error, co
     assert cli.main(["serve"]) == code
     expected = "vtoken-serve: sliding window\n" if code == 1 else ""
     assert capsys.readouterr().err == expected
+
+
+SLOW = """
+import sys, time
+from service import cli
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "service.serve":
+            print("importing", flush=True)
+            while True:
+                time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+"""The command, with an import of vLLM that does not end."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stop_during_the_import_of_vllm(number):
+    """Handled before: without a handler, the first process of a container gets no SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW],
+        env={**os.environ, "VLLM_NO_USAGE_STATS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == 128 + number
+    assert said == f"vtoken-serve: stopped by {number.name} while starting\n"
 
 
 def test_port_in_use_is_told_before_the_engine_starts():
