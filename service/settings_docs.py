@@ -48,7 +48,7 @@ service named `vtoken…` are left alone. vLLM's own flags have a file of their 
 What is in force, from where, and everything that would be refused, without touching an engine:
 
 ```console
-$ vtoken-serve config check --vtoken-config settings.yaml --vtoken-theta-f 0.3
+$ .venv/bin/vtoken-serve config check --vtoken-config settings.yaml --vtoken-theta-f 0.3
 ```
 
 It takes the arguments of `serve`. `--settings-only` leaves vLLM out and answers at once; `--json`
