@@ -150,6 +150,9 @@ def test_if_match_where_the_engines_differ(server: TinyServer) -> None:
     after = server.get("/admin/policy", headers=ADMIN).json()
     assert (after["version"], "engines" in after) == (before + 2, False)
     assert server.state()["relocation_disabled"] is None
+    histories = server.get("/admin/policy/history", headers=ADMIN).json()["engines"]
+    actions = [{change["action"] for change in one["history"]} for one in histories]
+    assert sorted("safety" in found for found in actions) == [False, True]
     assert policy(server, {"theta_f": 0.2}, if_match=before + 2).status_code == 200
 
 
@@ -175,6 +178,26 @@ def test_both_processes_stand_before_both_engines(server: TinyServer) -> None:
             for engine, part in enumerate(state["engines"]):
                 blocks = total(samples, "vtoken_total_blocks", engine=str(engine))
                 assert blocks == part["pool"]["total_blocks"]
+
+
+def test_of_changes_at_once_that_expect_one_version_one_is_made(server: TinyServer) -> None:
+    """Two connections to each process: the other three get 412, and engines agree."""
+    with (spread := Doors(server, each=2)) as (first, _):
+        doors = [client for clients in spread.of.values() for client in clients[:2]]
+        version = first.get("/admin/policy", headers=ADMIN).json()["version"]
+        headers = {**ADMIN, "If-Match": f'"{version}"'}
+
+        def change(number: int) -> httpx.Response:
+            document = {"theta_f": 0.3 + number / 100}
+            return doors[number].patch("/admin/policy", json=document, headers=headers)
+
+        with ThreadPoolExecutor(len(doors)) as pool:
+            answers = list(pool.map(change, range(len(doors))))
+        assert sorted(answer.status_code for answer in answers) == [200, 412, 412, 412]
+        (made,) = (answer.json() for answer in answers if answer.status_code == 200)
+        after = first.get("/admin/policy", headers=ADMIN).json()
+        assert (after["version"], "engines" in after) == (version + 1, False)
+        assert after["document"] == made["document"]
 
 
 def versions(door: httpx.Client) -> dict[str, str]:
