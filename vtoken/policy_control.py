@@ -33,6 +33,8 @@ class PolicyControl:
         history: every change.
         relocation_disabled: the violation that stopped relocation, or None.
         on_change: called when another document is in force, before running requests follow it.
+        engine_check: raises ConfigError for what the engine around the token layer cannot do; asked
+            before every change.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class PolicyControl:
             ConfigError: it does not fit to the pool.
         """
         self.on_change: Callable[[], None] = lambda: None
+        self.engine_check: Callable[[VTokenConfig], None] = lambda config: None
         self.relocation_disabled: str | None = None
         self._evictor = evictor
         self._reclamation = reclamation
@@ -100,9 +103,10 @@ class PolicyControl:
         """The document that :meth:`change` would put in force; changes nothing.
 
         Raises:
-            ConfigError: the policy is unknown, or the pool is too small for the headroom.
+            ConfigError: the policy is unknown, or pool or engine cannot do it.
         """
         self._check_pool(config)
+        self.engine_check(config)
         return self._evictor.documents.make(config)
 
     def preview(self, config: VTokenConfig, info: ChangeInfo = UNKNOWN) -> dict[str, Any]:

@@ -23,13 +23,13 @@ KEEPS_ALL = {"policy": "none", "headroom_blocks": 4}
 
 
 def make_scheduler(
-    num_blocks: int, policy: str = "fcfs", engine: dict[str, Any] | None = None, **fields: Any
+    num_blocks: int, order: str = "fcfs", engine: dict[str, Any] | None = None, **fields: Any
 ) -> VTokenScheduler:
     """A scheduler over ``num_blocks`` usable blocks, as the engine core makes it.
 
     Args:
         num_blocks: of the pool.
-        policy: of vLLM, for who runs first.
+        order: who runs first, vLLM's scheduling policy.
         engine: more arguments of vLLM.
         fields: of our configuration, besides :data:`KEEPS_ALL`.
     """
@@ -43,7 +43,7 @@ def make_scheduler(
             "max_num_seqs": 8,
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
-            "scheduling_policy": policy,
+            "scheduling_policy": order,
             "enforce_eager": True,
             **engine_args(config),
             **(engine or {}),

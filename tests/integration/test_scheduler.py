@@ -9,8 +9,8 @@ import torch
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import LogprobsTensors
 
-from tests.integration.schedulers import add, make_scheduler, step, step_and_outputs
-from vtoken.errors import VTokenError
+from tests.integration.schedulers import SIZE, add, make_scheduler, step, step_and_outputs
+from vtoken.errors import ConfigError, VTokenError
 from vtoken.integration.vllm import options
 from vtoken.integration.vllm.scheduler import VTokenScheduler
 
@@ -68,3 +68,42 @@ def test_policy_that_cannot_be_made_ends_its_request_alone(
     add(scheduler, "good", 2)
     add(scheduler, "bad", 2, extra_args={"vtoken_policy": "theirs"})
     expect_error(scheduler)
+
+
+def test_input_that_comes_in_parts_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the next part arrives before or after the error, or none does."""
+    scheduler = make_scheduler(40)
+    add(scheduler, "good", 2)
+    add(scheduler, "bad", 2, resumable=True)
+    add(scheduler, "bad", 1, resumable=True)
+    expect_error(scheduler)
+    assert "several parts" in caplog.text
+    add(scheduler, "bad", 1, resumable=True)
+    expect_error(scheduler)
+
+
+WITHIN_PROMPTS = {"policy": "streaming_llm", "budget_tokens": 64, "evict_during_prefill": True}
+UNCUT = {"enable_chunked_prefill": False}
+
+
+def test_prompt_that_is_cut_into_chunks_takes_half_of_what_is_free() -> None:
+    """The step is limited, and the prompt runs all the same."""
+    scheduler = make_scheduler(40, **WITHIN_PROMPTS)
+    add(scheduler, "only", 30)
+    output = scheduler.schedule()
+    assert 0 < output.num_scheduled_tokens["only"] < 30 * SIZE
+
+
+def test_prompts_that_are_not_cut_do_not_wait_for_ever() -> None:
+    """What would limit their steps is refused, at start and later, and changes nothing."""
+    with pytest.raises(ConfigError, match="evict_during_prefill=True"):
+        make_scheduler(40, engine=UNCUT, **WITHIN_PROMPTS)
+    scheduler = make_scheduler(40, engine=UNCUT, policy="streaming_llm", budget_tokens=64)
+    control = scheduler.layer.control
+    with pytest.raises(ConfigError, match="chunked prefill is off"):
+        control.patch({"evict_during_prefill": True})
+    with pytest.raises(ConfigError, match="chunked prefill is off"):
+        control.preview(scheduler.layer.config.patched({"evict_during_prefill": True}))
+    control.patch({"budget_tokens": 128})
+    add(scheduler, "only", 30)
+    assert step(scheduler) == {"only"}

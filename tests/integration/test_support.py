@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vtoken.errors import UnsupportedError
+from vtoken.errors import ConfigError, UnsupportedError
 from vtoken.integration.vllm import support
 from vtoken.integration.vllm.support import check_supported
 
@@ -15,6 +15,7 @@ PARALLEL = {
     "decode_context_parallel_size": 1,
     "prefill_context_parallel_size": 1,
     "use_ubatching": False,
+    "enable_fault_tolerance": False,
 }
 MODEL = {
     "runner_type": "generate",
@@ -35,6 +36,8 @@ def make_config(model=(), parallel=(), **others):
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "use_v2_model_runner": False,
         "attention_config": SimpleNamespace(backend_per_kind={}),
+        "scheduler_config": SimpleNamespace(enable_chunked_prefill=True),
+        "additional_config": {"vtoken": {}},
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(**MODEL | dict(model)),
@@ -71,6 +74,7 @@ def test_supported_configurations_pass(options):
             "data_parallel_size=2 with experts",
         ),
         ({"parallel": {"use_ubatching": True}}, "dual batch overlap"),
+        ({"parallel": {"enable_fault_tolerance": True}}, "fault tolerance .* report of copies"),
         ({"model": {"runner_type": "pooling"}}, "runner 'pooling'"),
         ({"model": {"use_mla": True}}, "MLA"),
         ({"model": {"is_hybrid": True}}, "state-space"),
@@ -92,6 +96,17 @@ def test_all_reasons_are_listed_at_once():
     config = make_config(parallel={"pipeline_parallel_size": 2}, speculative_config=object())
     with pytest.raises(UnsupportedError, match=r"speculative.*; pipeline"):
         check_supported(config)
+
+
+@pytest.mark.parametrize("mode", ["naive", "lazy"])
+def test_chunks_of_prompts_need_chunked_prefill(mode):
+    """Else a prompt longer than a step's share of the free blocks would never be scheduled."""
+    uncut = SimpleNamespace(enable_chunked_prefill=False)
+    check_supported(make_config(scheduler_config=uncut))
+    ours = {"vtoken": {"mode": mode, "evict_during_prefill": True}}
+    check_supported(make_config(additional_config=ours))
+    with pytest.raises(ConfigError, match=r"evict_during_prefill=True .*chunked prefill is off"):
+        check_supported(make_config(additional_config=ours, scheduler_config=uncut))
 
 
 def on(monkeypatch, kind):

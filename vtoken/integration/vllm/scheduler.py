@@ -10,6 +10,7 @@ import logging
 import time
 import zlib
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,12 @@ from vtoken.integration.vllm.options import (
     set_generation,
 )
 from vtoken.integration.vllm.step import evict_due, step_message
-from vtoken.integration.vllm.support import check_groups, check_supported, vtoken_config
+from vtoken.integration.vllm.support import (
+    check_groups,
+    check_prefill,
+    check_supported,
+    vtoken_config,
+)
 from vtoken.request_kv import RequestKV
 from vtoken.token_layer import TokenLayer
 from vtoken.types import IdArray
@@ -59,7 +65,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
 
         Raises:
             UnsupportedError: this model or configuration cannot be served with vToken.
-            ConfigError: ``additional_config["vtoken"]`` is not valid.
+            ConfigError: ``additional_config["vtoken"]`` is not valid, here or anywhere.
         """
         config = vtoken_config(vllm_config)
         check_supported(vllm_config)
@@ -67,6 +73,9 @@ class VTokenSchedulerMixin(SchedulerHooks):
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         pool = VLLMBlockPool(self.kv_cache_manager)
         self.layer = TokenLayer(config, pool)
+        self.layer.control.engine_check = partial(
+            check_prefill, scheduler_config=vllm_config.scheduler_config
+        )
         self.backpressure = Backpressure(self.layer, pool, lambda: len(self.running))
         self.recent_relocations: deque[dict[str, Any]] = deque(maxlen=NUM_REMEMBERED_RELOCATIONS)
         self.eviction_log: list[tuple[str, int, list[int]]] = []
@@ -77,11 +86,20 @@ class VTokenSchedulerMixin(SchedulerHooks):
         guard_allocations(self.kv_cache_manager, self.backpressure)
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's; a request whose options are not valid ends with an error in the next step."""
-        if not read_options(request, self.layer.config.seed):
+        """As vLLM's; a request that cannot be served ends with an error in the next step."""
+        if not self._accepts(request):
             self._refused.append(request.request_id)
         set_generation(request, self.layer.evictor.documents.generation)
         super().add_request(request)
+
+    def _accepts(self, request: Request) -> bool:
+        """Whether it can be served; if not, the reason is logged."""
+        if request.resumable:
+            # Its prompt grows after its tokens were computed, some of them evicted.
+            reason = "input that comes in several parts is not supported with vToken"
+            logger.warning("request %s ends with an error: %s", request.request_id, reason)
+            return False
+        return read_options(request, self.layer.config.seed)
 
     # -- the step --------------------------------------------------------------------------
 

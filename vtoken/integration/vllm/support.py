@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec
 
@@ -49,9 +49,24 @@ def check_supported(vllm_config: VllmConfig) -> None:
 
     Raises:
         UnsupportedError: lists every reason, not only the first.
+        ConfigError: as :func:`check_prefill`.
     """
     check_vllm_version()
     _raise_if(list(_config_reasons(vllm_config)))
+    check_prefill(vtoken_config(vllm_config), vllm_config.scheduler_config)
+
+
+def check_prefill(config: VTokenConfig, scheduler_config: SchedulerConfig) -> None:
+    """Refuse eviction between the chunks of a prompt where no prompt is cut into chunks.
+
+    A step's tokens are then limited to what is free, and a longer prompt would wait for ever.
+
+    Raises:
+        ConfigError: names ``evict_during_prefill``.
+    """
+    if config.evict_during_prefill and not scheduler_config.enable_chunked_prefill:
+        bound = "false while vLLM's chunked prefill is off (--no-enable-chunked-prefill)"
+        raise ConfigError("evict_during_prefill", True, bound)
 
 
 def check_groups(kv_cache_config: KVCacheConfig) -> None:
@@ -105,6 +120,8 @@ def _config_reasons(config: VllmConfig) -> Iterator[str]:
     if parallel.data_parallel_size > 1 and model.is_moe:
         size = parallel.data_parallel_size
         yield f"data_parallel_size={size} with experts, whose engines compute every step together"
+    if parallel.enable_fault_tolerance:
+        yield "fault tolerance goes on after a step whose report of copies is lost"
     if parallel.use_ubatching:
         yield "dual batch overlap splits a batch behind the scheduler's back"
 
