@@ -119,12 +119,13 @@ class TokenLayer:
             self._observe_what_is_needed()
         return kv
 
-    def forget(self, req_id: str, num_in_flight: int = 0) -> None:
+    def forget(self, req_id: str, num_in_flight: int = 0, *, ended: bool = True) -> None:
         """Stop tracking a request whose blocks vLLM is about to free; unknown ids are fine.
 
         Args:
             req_id: request.
             num_in_flight: of its tokens, those that are still being computed, for nothing.
+            ended: False if it is preempted, and will come back.
         """
         kv = self.roster.remove(req_id)
         if kv is None:
@@ -133,8 +134,9 @@ class TokenLayer:
             self._add_receipt(kv, num_in_flight)
         if self._may_need_other_signals(kv):
             self._observe_what_is_needed()
-        self.stats.observe("request_retained_blocks", kv.blocks.retained)
-        self.stats.observe("request_evicted_tokens", kv.num_evicted)
+        if ended:
+            self.stats.observe("request_retained_blocks", kv.blocks.retained)
+            self.stats.observe("request_evicted_tokens", kv.num_evicted)
         kv.blocks.clear()
         self.reclamation.request_gone(kv)
 

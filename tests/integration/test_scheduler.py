@@ -107,3 +107,25 @@ def test_prompts_that_are_not_cut_do_not_wait_for_ever() -> None:
     control.patch({"budget_tokens": 128})
     add(scheduler, "only", 30)
     assert step(scheduler) == {"only"}
+
+
+def test_preempted_request_is_counted_when_it_ends() -> None:
+    """Not before: it comes back, holds blocks again, and may lose tokens again."""
+    scheduler = make_scheduler(16, headroom_blocks=0)
+    stats = scheduler.layer.stats
+    add(scheduler, "first", 7, max_tokens=60)
+    add(scheduler, "second", 6, max_tokens=60)
+
+    def num_observed() -> set[int]:
+        histograms = stats.snapshot()["histograms"]
+        names = ("request_retained_blocks", "request_evicted_tokens")
+        return {sum(histograms[name]["counts"]) for name in names}
+
+    for _ in range(59):
+        step(scheduler)
+    assert stats.counter("preemptions_total") == 1
+    assert num_observed() == {0}
+    for _ in range(60):
+        step(scheduler)
+    assert not scheduler.requests
+    assert num_observed() == {2}

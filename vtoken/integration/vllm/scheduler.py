@@ -215,7 +215,8 @@ class VTokenSchedulerMixin(SchedulerHooks):
 
     def on_blocks_freed(self, request: Request) -> None:
         """Finished, aborted or preempted: the table goes with the blocks."""
-        self.layer.forget(request.request_id, request.num_in_flight_tokens)
+        in_flight, ended = request.num_in_flight_tokens, request.is_finished()
+        self.layer.forget(request.request_id, in_flight, ended=ended)
 
     def on_preempted(self, request: Request) -> None:
         """Count it; eviction state is rebuilt when the request is computed again."""
