@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Dashboard, Panel, Query, Row
-from deploy.grafana.queries import buckets, quantiles, rate, total
+from deploy.grafana.queries import BY_ENGINE, buckets, quantiles, rate, total
 
 _WASTE = Row(
     "Waste",
     (
         Panel(
             "Waste ratio F",
-            "Share of the slots of retained blocks that hold no live token (Eq. 1 of the paper). "
-            "Relocation is considered above θ_F, which may adapt to the load.",
+            "Share of the slots of retained blocks that hold no live token (Eq. 1 of the paper), "
+            "by instance and engine. Relocation is considered above θ_F, which may adapt to the "
+            "load.",
             (
-                Query("vtoken_waste_ratio{$S}", "{{instance}}"),
-                Query("vtoken_effective_theta_f{$S}", "θ_F of {{instance}}"),
+                Query("vtoken_waste_ratio{$S}", BY_ENGINE),
+                Query("vtoken_effective_theta_f{$S}", f"θ_F of {BY_ENGINE}"),
             ),
             unit="percentunit",
             maximum=1,
@@ -22,8 +23,9 @@ _WASTE = Row(
         ),
         Panel(
             "Low-utilisation blocks",
-            "Share of retained blocks that are at most half full of live tokens, by instance.",
-            (Query("vtoken_low_utilization_block_ratio{$S}", "{{instance}}"),),
+            "Share of retained blocks that are at most half full of live tokens, by instance and "
+            "engine.",
+            (Query("vtoken_low_utilization_block_ratio{$S}", BY_ENGINE),),
             unit="percentunit",
             maximum=1,
         ),

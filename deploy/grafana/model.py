@@ -94,11 +94,15 @@ class Dashboard:
         }
 
 
-POLICY_CHANGES = Query("vtoken_policy_info{$S} unless (vtoken_policy_info{$S} offset 1m)")
-"""Has a value while the policy document is younger than a minute; the annotation's query."""
+POLICY_CHANGES = Query(
+    "max without (engine) (vtoken_policy_info{$S} unless (vtoken_policy_info{$S} offset 1m))"
+)
+"""Has a value while the policy document is younger than a minute; the annotation's query. One for
+all engines of an instance: they are changed together."""
 
-MODELS = "label_values(vtoken_policy_info, model_name)"
-INSTANCES = 'label_values(vtoken_policy_info{model_name=~"$model"}, instance)'
+MODELS = "vtoken_policy_info"
+INSTANCES = 'vtoken_policy_info{model_name=~"$model"}'
+"""Whose labels are offered: the series that every vtoken-serve has, and nobody else."""
 
 _POLICY_ANNOTATION: Json = {
     "name": "Policy changes",
@@ -125,8 +129,8 @@ def _variables(has_compare: bool) -> list[Json]:
     source: Json = {"name": "datasource", "label": "Data source", "type": "datasource"}
     variables = [
         {**source, "query": "prometheus"},
-        _query_variable("model", "Model", MODELS),
-        _query_variable("instance", "Instance", INSTANCES),
+        _query_variable("model", "Model", "model_name", MODELS, has_compare),
+        _query_variable("instance", "Instance", "instance", INSTANCES, has_compare),
     ]
     if has_compare:
         options = ("15m", "1h", "6h", "1d", "7d")
@@ -136,18 +140,31 @@ def _variables(has_compare: bool) -> list[Json]:
     return variables
 
 
-def _query_variable(name: str, label: str, query: str) -> Json:
+def _query_variable(name: str, title: str, label: str, selector: str, has_compare: bool) -> Json:
+    """Values of a label in the dashboard's time; no ``allValue``, so that All is these and no more.
+
+    A Prometheus that others use as well has ``http_requests_total`` and ``vllm:*`` of theirs, which
+    ``.*`` would take in. With a comparison, the values ``$compare`` before are offered, too: pods
+    that were replaced meanwhile had other addresses.
+    """
+    query, regex = f"label_values({selector}, {label})", ""
+    if has_compare:
+        query = (
+            f"query_result(count by ({label}) (count_over_time({selector}[$__range])"
+            f" or count_over_time({selector}[$__range] offset $compare)))"
+        )
+        regex = f'/{label}="([^"]+)"/'
     return {
         "name": name,
-        "label": label,
+        "label": title,
         "type": "query",
         "datasource": DATASOURCE,
         "query": {"query": query, "refId": name},
+        "regex": regex,
         "refresh": 2,
         "sort": 1,
         "multi": True,
         "includeAll": True,
-        "allValue": ".*",
         "current": {"text": "All", "value": "$__all"},
     }
 

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Dashboard, Panel, Query, Row
-from deploy.grafana.queries import http_rate, mean, quantile, quantiles, rate, total
+from deploy.grafana.queries import (
+    BY_ENGINE,
+    by_instance,
+    http_rate,
+    mean,
+    quantile,
+    quantiles,
+    rate,
+    total,
+)
 
 _BAD = 'finished_reason=~"abort|error"'
 
@@ -53,7 +62,7 @@ _SLO = Row(
         ),
         _tile(
             "KV cache in use",
-            "Fullest instance.",
+            "Fullest engine.",
             "max(vllm:kv_cache_usage_perc{$S})",
             "percentunit",
             (0.8, "yellow"),
@@ -118,7 +127,7 @@ _HTTP = Row(
         Panel(
             "Instances not ready, by reason",
             "Why /health/ready is red; an instance may have several reasons.",
-            (Query(total("vtoken_not_ready", "reason"), "{{reason}}"),),
+            (Query(by_instance("vtoken_not_ready{$S}", "reason"), "{{reason}}"),),
             is_stacked=True,
         ),
         Panel(
@@ -197,8 +206,8 @@ _KV = Row(
     (
         Panel(
             "Pool in use",
-            "Share of the KV blocks in use, by instance.",
-            (Query("vllm:kv_cache_usage_perc{$S}", "{{instance}}"),),
+            "Share of the KV blocks in use, by instance and engine.",
+            (Query("vllm:kv_cache_usage_perc{$S}", BY_ENGINE),),
             unit="percentunit",
             maximum=1,
             thresholds=((0.95, "red"),),

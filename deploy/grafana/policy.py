@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Dashboard, Panel, Query, Row
-from deploy.grafana.queries import WINDOW, mean
+from deploy.grafana.queries import WINDOW, by_instance, mean
 
 _NOW = Row(
     "In force",
     (
         Panel(
             "Policies",
-            "The document of each instance. Instances with different versions were patched apart.",
+            "The document of each engine. Instances with different versions were patched apart.",
             (Query("vtoken_policy_info{$S}"),),
             kind="table",
             width=16,
@@ -18,7 +18,12 @@ _NOW = Row(
         Panel(
             "Changes",
             "Live changes of the policy document in the dashboard's time range.",
-            (Query("round(sum(increase(vtoken_policy_changes_total{$S}[$__range])))", "changes"),),
+            (
+                Query(
+                    f"round({by_instance('increase(vtoken_policy_changes_total{$S}[$__range])')})",
+                    "changes",
+                ),
+            ),
             kind="stat",
             width=8,
         ),
@@ -42,7 +47,7 @@ _EFFECT = Row(
     (
         _compared(
             "Waste ratio F",
-            "Mean over instances.",
+            "Mean over engines.",
             "avg(vtoken_waste_ratio{$S})",
             "percentunit",
             1,

@@ -6,6 +6,9 @@ from deploy.grafana.model import Query
 
 WINDOW = "[$__rate_interval]"
 
+BY_ENGINE = "{{instance}} #{{engine}}"
+"""Legend of one line per engine; an instance has several under data parallelism."""
+
 
 def rate(counter: str, by: str = "", matchers: str = "") -> str:
     """Events per second, summed over instances, by one label if named."""
@@ -23,6 +26,12 @@ def http_rate(by: str, matchers: str = "") -> str:
 def total(gauge: str, by: str = "") -> str:
     """A gauge, summed over instances, by one label if named."""
     return f"sum by ({by}) ({gauge}{{$S}})" if by else f"sum({gauge}{{$S}})"
+
+
+def by_instance(expr: str, by: str = "") -> str:
+    """The sum over instances of what all engines of one give alike, by one label if named."""
+    grouping = f" by ({by})" if by else ""
+    return f"sum{grouping} (max without (engine) ({expr}))"
 
 
 def quantiles(histogram: str, *ranks: float) -> tuple[Query, ...]:

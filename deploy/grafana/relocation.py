@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.model import Dashboard, Panel, Query, Row
-from deploy.grafana.queries import buckets, mean, quantiles, rate, total
+from deploy.grafana.queries import BY_ENGINE, buckets, mean, quantiles, rate, total
 
 _BY_RELOCATION = 'how="relocation"'
 _COMMITTED = 'outcome="committed"'
@@ -91,11 +91,11 @@ _COST = Row(
         ),
         Panel(
             "Plans in flight",
-            "Sent to the worker and not yet settled; and instances in which an invariant violation "
+            "Sent to the worker and not yet settled; and engines in which an invariant violation "
             "has stopped relocation.",
             (
                 Query(total("vtoken_in_flight_relocations"), "in flight"),
-                Query(total("vtoken_relocation_disabled"), "instances stopped"),
+                Query(total("vtoken_relocation_disabled"), "engines stopped"),
             ),
         ),
     ),
@@ -120,11 +120,12 @@ _PRESSURE = Row(
         ),
         Panel(
             "Backpressure",
-            "Share of time in which the headroom held back the admission of a waiting request.",
+            "Share of time in which the headroom held back the admission of a waiting request, by "
+            "instance and engine.",
             (
                 Query(
                     "rate(vtoken_headroom_backpressure_seconds_total{$S}[$__rate_interval])",
-                    "{{instance}}",
+                    BY_ENGINE,
                 ),
             ),
             unit="percentunit",

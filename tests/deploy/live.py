@@ -1,4 +1,7 @@
-"""The CPU preset as a running pod with a real Prometheus beside it, under a bounded load."""
+"""The CPU preset as a running pod with a real Prometheus beside it, under a bounded load.
+
+The Prometheus has another vLLM to scrape, too, as those that many teams share have.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,23 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deploy.grafana.model import Dashboard
+from tests.deploy.grafana import all_selected, filled
 from tests.deploy.helm import Helm, find
 from tests.deploy.load import Stream
+from tests.deploy.neighbour import neighbour_of
 from tests.deploy.pod import Pod, free_port
-from tests.deploy.prometheus import Prometheus
+from tests.deploy.prometheus import Prometheus, Target
 
 API_KEY, ADMIN_KEY = "live-api-key", "live-admin-key"
 LOAD_SECONDS = 45
+OWN_JOB, POD_NAME = "vtoken", "demo-vtoken-serve-6d4b75cb6d-x2kzp"
 VALUES: dict[str, Any] = {
     "vtoken": {
         "policy": "random",
@@ -44,10 +51,9 @@ GRAFANA = {
     "$__rate_interval": "10s",
     "$__range": "1m",
     "$compare": "5s",
-    "$model": ".*",
-    "$instance": ".*",
     "offset 1m": "offset 2s",
 }
+"""What a short run needs instead of Grafana's own variables."""
 
 
 @dataclass
@@ -59,6 +65,16 @@ class Live:
     objects: list[dict[str, Any]]
     start: float = 0
     end: float = 0
+    _values: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def fill(self, dashboard: Dashboard) -> Callable[[str], str]:
+        """Fills the dashboard's variables into a text, with All selected."""
+        if dashboard.uid not in self._values:
+            variables = dashboard.to_json()["templating"]["list"]
+            self._values[dashboard.uid] = all_selected(
+                variables, GRAFANA, self.prometheus, self.start, self.end
+            )
+        return lambda text: filled(text, self._values[dashboard.uid])
 
 
 @contextmanager
@@ -68,25 +84,28 @@ def running(helm: Helm, prometheus_binary: Path, folder: Path) -> Iterator[Live]
         (folder / name).mkdir()
     objects = helm.template(VALUES, ["values-cpu.yaml"])
     pod = Pod(objects, folder / "pod")
-    prometheus = Prometheus(
-        prometheus_binary,
-        folder / "prometheus",
-        port=free_port(),
-        target=f"127.0.0.1:{pod.port}",
-        labels={"namespace": "llm", "pod": "demo-vtoken-serve-0"},
-        groups=find(objects, "PrometheusRule")["spec"]["groups"],
-    )
-    try:
-        assert not pod.probe("startup"), "loading a model takes longer than this"
-        prometheus.wait_until_ready()
-        pod.wait_until_started()
-        state = Live(pod, prometheus, objects, start=time.time())
-        send_load(pod)
-        state.end = time.time()
-        yield state
-    finally:
-        pod.kill()
-        prometheus.stop()
+    with neighbour_of(pod.url) as neighbour:
+        prometheus = Prometheus(
+            prometheus_binary,
+            folder / "prometheus",
+            port=free_port(),
+            targets=[
+                Target(OWN_JOB, f"127.0.0.1:{pod.port}", {"namespace": "llm", "pod": POD_NAME}),
+                Target("neighbour", neighbour, {"namespace": "llm", "pod": "neighbour-0"}),
+            ],
+            groups=find(objects, "PrometheusRule")["spec"]["groups"],
+        )
+        try:
+            assert not pod.probe("startup"), "loading a model takes longer than this"
+            prometheus.wait_until_ready()
+            pod.wait_until_started()
+            state = Live(pod, prometheus, objects, start=time.time())
+            send_load(pod)
+            state.end = time.time()
+            yield state
+        finally:
+            pod.kill()
+            prometheus.stop()
 
 
 def send_load(pod: Pod) -> None:
@@ -120,10 +139,3 @@ def patch(pod: Pod, changes: dict[str, Any]) -> None:
         f"{pod.url}/admin/policy", data=data, headers=headers, method="PATCH"
     )
     urllib.request.urlopen(request, timeout=30).close()
-
-
-def filled(expr: str) -> str:
-    """The expression with Grafana's variables replaced for a short run."""
-    for variable, value in GRAFANA.items():
-        expr = expr.replace(variable, value)
-    return expr

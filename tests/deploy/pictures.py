@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from deploy.grafana.build import DASHBOARDS
 from deploy.grafana.model import GRID_WIDTH, Dashboard
 from tests.deploy import tools
 from tests.deploy.helm import Helm
-from tests.deploy.live import Live, filled, running
+from tests.deploy.live import Live, running
 
 FOLDER = tools.ROOT / "docs" / "dashboards"
 CELL_WIDTH, CELL_HEIGHT = 50, 26
@@ -51,19 +51,21 @@ def draw(dashboard: Dashboard, live: Live) -> str:
         f'<rect width="{width}" height="{height}" fill="#f4f5f5"/>',
         f'<text x="8" y="20" font-size="16">{escape(dashboard.title)}</text>',
     ]
+    fill = live.fill(dashboard)
     for panel in panels:
-        parts.append(_panel(panel, live))
+        parts.append(_panel(panel, live, fill))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(panel: Json, live: Live) -> str:
+def _panel(panel: Json, live: Live, fill: Callable[[str], str]) -> str:
     place = panel["gridPos"]
     x, y = place["x"] * CELL_WIDTH, place["y"] * CELL_HEIGHT + 30
     width, height = place["w"] * CELL_WIDTH - 6, place["h"] * CELL_HEIGHT - 6
     title = f'<text x="8" y="16" font-weight="bold">{escape(panel["title"])}</text>'
     if panel["type"] == "row":
         return f'<g transform="translate({x},{y})">{title}</g>'
-    queries = [(t, _query(t["expr"], live)) for t in panel["targets"]]
+    targets = [{**t, **{n: fill(t[n]) for n in ("expr", "legendFormat")}} for t in panel["targets"]]
+    queries = [(target, _query(target["expr"], live)) for target in targets]
     drawing = {"stat": _stat, "table": _table, "heatmap": _heatmap}.get(panel["type"], _lines)
     frame = f'<rect width="{width}" height="{height}" fill="white" stroke="#d0d0d0"/>'
     unit = panel["fieldConfig"]["defaults"]["unit"]
@@ -72,7 +74,7 @@ def _panel(panel: Json, live: Live) -> str:
 
 
 def _query(expr: str, live: Live) -> Series:
-    series = live.prometheus.query_range(filled(expr), live.start, live.end)
+    series = live.prometheus.query_range(expr, live.start, live.end)
     return [one for one in series if _points(one)]
 
 
@@ -167,7 +169,7 @@ def _heatmap_rows(label: str, series: Series) -> Iterable[tuple[str, dict[float,
 
 
 def _legend(target: Json, one: Json) -> str:
-    text = filled(target["legendFormat"])
+    text = target["legendFormat"]
     for name, value in one["metric"].items():
         text = text.replace(f"{{{{{name}}}}}", value)
     return str(text)

@@ -1,4 +1,4 @@
-"""A real Prometheus on this machine that scrapes one target, and its HTTP API."""
+"""A real Prometheus on this machine, and its HTTP API."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 
+@dataclass(frozen=True)
+class Target:
+    """``address`` has ``/metrics``; ``labels`` are what the operator's monitors would set."""
+
+    job: str
+    address: str
+    labels: Mapping[str, str]
+
+
 class Prometheus:
-    """Scrapes ``target`` every second with the labels that the operator's monitors would set."""
+    """Scrapes each target every second."""
 
     def __init__(
         self,
@@ -24,8 +34,7 @@ class Prometheus:
         folder: Path,
         *,
         port: int,
-        target: str,
-        labels: Mapping[str, str],
+        targets: Sequence[Target],
         groups: list[dict[str, Any]],
     ) -> None:
         config = {
@@ -33,9 +42,12 @@ class Prometheus:
             "rule_files": ["rules.yaml"],
             "scrape_configs": [
                 {
-                    "job_name": "vtoken",
-                    "static_configs": [{"targets": [target], "labels": dict(labels)}],
+                    "job_name": target.job,
+                    "static_configs": [
+                        {"targets": [target.address], "labels": dict(target.labels)}
+                    ],
                 }
+                for target in targets
             ],
         }
         (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))

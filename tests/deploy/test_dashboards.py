@@ -10,6 +10,7 @@ import pytest
 from deploy.grafana import build
 from deploy.grafana.model import GRID_WIDTH, HTTP_SELECTOR, POLICY_CHANGES, SELECTOR, Dashboard
 from deploy.grafana.not_shown import NOT_SHOWN, NOT_SHOWN_OF_OTHERS
+from tests.deploy.grafana import expanded
 from tests.deploy.metric_names import (
     HTTP_FAMILIES,
     families_in,
@@ -129,6 +130,43 @@ def test_dashboard_has_variables_links_and_policy_annotations(dashboard: Dashboa
     assert {"compare"} & used <= set(names)
     assert document["links"][0]["tags"] == document["tags"]
     assert document["annotations"]["list"][0]["expr"] == POLICY_CHANGES.promql
+
+
+def test_all_is_what_the_variables_list(dashboard: Dashboard) -> None:
+    """Not `.*`: on a Prometheus that others use as well, their series have the same names."""
+    for variable in dashboard.to_json()["templating"]["list"]:
+        assert "allValue" not in variable
+        if variable["type"] == "query":
+            assert "vtoken_policy_info" in variable["query"]["query"]
+
+
+def test_all_is_escaped_as_grafana_does() -> None:
+    """Backslashes are doubled, since they stand within a string of PromQL."""
+    assert expanded(["10.0.0.7:8000", "m+1"]) == r"(10\\.0\\.0\\.7:8000|m\\+1)"
+    assert expanded(["a.b"]) == r"a\\.b"
+    assert expanded([]) == "()"
+
+
+def test_comparison_offers_pods_that_are_gone() -> None:
+    """A pod replaced since has another address; the time before is asked for it, too."""
+    (policy,) = [d for d in build.DASHBOARDS if d.has_compare]
+    (instance,) = [v for v in policy.to_json()["templating"]["list"] if v["name"] == "instance"]
+    matched = 'vtoken_policy_info{model_name=~"$model"}[$__range]'
+    assert (
+        f"count_over_time({matched}) or count_over_time({matched} offset $compare)"
+        in (instance["query"]["query"])
+    )
+
+
+def test_engines_of_one_instance_have_lines_of_their_own() -> None:
+    """And are not counted as instances where they all say the same."""
+    for dashboard in build.DASHBOARDS:
+        for panel in dashboard.panels():
+            for query in panel.queries:
+                assert query.legend.count("{{instance}}") == query.legend.count("{{engine}}")
+    for name in ("vtoken_not_ready", "vtoken_policy_changes_total"):
+        (expr,) = [expr for expr in EXPRESSIONS if name in expr]
+        assert "(max without (engine) (" in expr
 
 
 def test_ids_are_unique() -> None:

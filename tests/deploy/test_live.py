@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from deploy.grafana.build import DASHBOARDS
-from deploy.grafana.model import POLICY_CHANGES
+from deploy.grafana.model import HTTP_SELECTOR, POLICY_CHANGES, Dashboard
 from deploy.grafana.not_shown import NOT_SHOWN, NOT_SHOWN_OF_OTHERS
 from tests.deploy import tools
 from tests.deploy.conftest import obtain
 from tests.deploy.helm import CHART, Helm, find
-from tests.deploy.live import ADMIN_KEY, API_KEY, Live, filled, running
+from tests.deploy.live import ADMIN_KEY, API_KEY, OWN_JOB, Live, running
 from tests.deploy.load import Stream
 from tests.deploy.metric_names import (
     families_in,
@@ -39,6 +39,14 @@ pytestmark = [
     pytest.mark.k8s,
     pytest.mark.prometheus,
     pytest.mark.engine,
+]
+
+
+QUERIES: list[tuple[Dashboard, str]] = [
+    (dashboard, query.promql)
+    for dashboard in DASHBOARDS
+    for panel in dashboard.panels()
+    for query in panel.queries
 ]
 
 
@@ -94,7 +102,7 @@ def run_smoke(live: Live, admin_key: str) -> subprocess.CompletedProcess[str]:
 def test_every_series_asked_for_is_there(live: Live) -> None:
     """Each metric of the dashboards and alerts is scraped; ours are the specified ones."""
     scraped = set(live.prometheus.get("label/__name__/values"))
-    asked = used_series(expressions() + [rule["query"] for rule in rules(live)])
+    asked = used_series([expr for _, expr in QUERIES] + [rule["query"] for rule in rules(live)])
     assert asked - scraped == set()
     ours = {name for name in scraped if name.startswith("vtoken_")}
     assert ours - series(our_families()) == set()
@@ -106,23 +114,33 @@ def test_every_metric_emitted_is_shown_or_left_out_on_purpose(live: Live) -> Non
     with urllib.request.urlopen(f"{live.pod.url}/metrics", timeout=30) as answer:
         emitted = families_in(answer.read().decode())
     assert "vllm:num_requests_running" in emitted
-    shown = used_series([*expressions(), POLICY_CHANGES.promql])
+    shown = used_series([*(expr for _, expr in QUERIES), POLICY_CHANGES.promql])
     listed = NOT_SHOWN | NOT_SHOWN_OF_OTHERS
     assert misplaced(vllm_families() | emitted, shown, listed) == []
 
 
-@pytest.mark.parametrize(
-    "number", range(sum(len(p.queries) for d in DASHBOARDS for p in d.panels()))
-)
+@pytest.mark.parametrize("number", range(len(QUERIES)))
 def test_panel_has_data_under_load(live: Live, number: int) -> None:
     """No panel says "No data": each expression gives a number at some moment of the run."""
-    expr = expressions()[number]
+    dashboard, promql = QUERIES[number]
+    expr = live.fill(dashboard)(promql)
     assert has_number(live.prometheus.query_range(expr, live.start, live.end + 5)), expr
+
+
+def test_panels_leave_a_neighbour_on_the_same_prometheus_out(live: Live) -> None:
+    """With All selected, another vLLM that serves the same model and has requests is in none."""
+    time = (live.start, live.end)
+    assert live.prometheus.query_range('http_requests_total{job="neighbour"}', *time)
+    for dashboard, promql in QUERIES:
+        fill = live.fill(dashboard)
+        own = promql.replace(HTTP_SELECTOR, f'{HTTP_SELECTOR},job="{OWN_JOB}"')
+        shown = live.prometheus.query_range(fill(promql), *time)
+        assert shown == live.prometheus.query_range(fill(own), *time), promql
 
 
 def test_policy_change_is_annotated(live: Live) -> None:
     """The annotation's query has a value right after the change, with the new version."""
-    expr = filled(POLICY_CHANGES.promql)
+    expr = live.fill(DASHBOARDS[0])(POLICY_CHANGES.promql)
     found = live.prometheus.query_range(expr, live.start, live.end + 5)
     assert {one["metric"]["version"] for one in found} >= {"2"}
 
@@ -131,7 +149,7 @@ def test_alerts_are_evaluated_without_error_and_their_series_exist(live: Live) -
     """Prometheus accepts every rule, and each selector in it finds series of this release."""
     assert {rule["health"] for rule in rules(live)} == {"ok"}
     for rule in rules(live):
-        for selector in re.findall(r"(?:vtoken_|vllm:)\w+\{[^}]*\}", rule["query"]):
+        for selector in re.findall(r'(?:vtoken_|vllm:)\w+\{(?:"[^"]*"|[^}"])*\}', rule["query"]):
             assert live.prometheus.query_range(selector, live.start, live.end), selector
 
 
@@ -170,9 +188,3 @@ def rules(live: Live) -> list[dict[str, Any]]:
     (group,) = live.prometheus.get("rules")["groups"]
     found: list[dict[str, Any]] = group["rules"]
     return found
-
-
-def expressions() -> list[str]:
-    """Every expression of every dashboard, variables filled in."""
-    queries = [q.promql for d in DASHBOARDS for p in d.panels() for q in p.queries]
-    return [filled(query) for query in queries]
