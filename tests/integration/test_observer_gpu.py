@@ -23,6 +23,7 @@ from vtoken.integration.vllm.observer_gpu import (
     observation_bytes,
 )
 from vtoken.integration.vllm.query_capture import QueryCapture
+from vtoken.integration.vllm.ranks import TensorParallelRanks
 from vtoken.integration.vllm.slot_rows import SlotRows
 from vtoken.kv_pages import PagedKV
 from vtoken.observation import ATTENTION_SUM, KEY_NORM, SIGNALS, ObservationSpec, Observe
@@ -208,6 +209,58 @@ def test_a_window_above_the_limit_gives_the_same_scores(twins, monkeypatch):
     monkeypatch.setattr(observer_gpu, "WORK_BYTES", 400)
     test_observer.test_observer_follows_a_random_life_of_requests()
     assert twins[0].num_compared > 500
+
+
+class Neighbour:
+    """vLLM's coordinator of a group of two: what the other rank sent, in order, is known."""
+
+    world_size = 2
+
+    def __init__(self, others: list[torch.Tensor] | None = None) -> None:
+        self.others, self.sent = others, []
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent.append(tensor.clone())
+        other = tensor if self.others is None else self.others[len(self.sent) - 1]
+        return tensor + other
+
+
+def reports_of(kv_heads: slice, group: Neighbour | None = None) -> dict[str, Any]:
+    """What a rank with these KV heads reports of one step of three requests."""
+    torch.manual_seed(5)
+    shape = (len(LAYERS), 3, test_observer.KV_HEADS, HEADS // test_observer.KV_HEADS, DIM)
+    query = torch.randn(shape)[:, :, kv_heads].flatten(2, 3)
+    caches = torch.randn(len(LAYERS), 64, test_observer.KV_HEADS, 1, 2 * DIM)[:, :, kv_heads]
+    paged = {n: PagedKV.from_cache(c) for n, c in zip(LAYERS, caches, strict=True)}
+    capture = QueryCapture(SCALES, query.shape[1:], torch.float32, CPU)
+    rows = DeviceSlotRows(3, 40, TokenPages(SIZE), CPU)
+    ranks = None if group is None else TensorParallelRanks(group)
+    observer = PagedObserver(rows, paged, capture, SCALES, mass_by_index, ranks)
+    observer.configure(ObservationSpec(SIGNALS, SAMPLED))
+    names, num_new = ["a", "b", "c"], np.ones(3, np.int32)
+    for name, length in zip(names, (9, 30, 11), strict=True):
+        rows.set_row(name, np.arange(length, dtype=np.int32) * 2)
+    rows.append(rows.rows(names), num_new, torch.tensor([61, 62, 63]))
+    observer.begin(dict.fromkeys(names, Observe(1, True)), names, num_new)
+    for i in SAMPLED:
+        capture.take(LAYERS[i], query[i])
+    observer.forward_done()
+    return observer.end(names)
+
+
+def test_ranks_exchange_each_part_and_report_the_mean_over_all_heads(monkeypatch):
+    """Two parts and the signals of three requests; what is sent is not changed afterwards."""
+    monkeypatch.setattr(observer_gpu, "WORK_BYTES", 2 * 12 * column_bytes(HEADS).of(1))
+    first = Neighbour()
+    reports_of(slice(0, 1), first)
+    assert [len(flat) for flat in first.sent[:2]] == [2 * 12, 31]
+    second = Neighbour(first.sent)
+    reports = reports_of(slice(1, 2), second)
+    assert [len(flat) for flat in second.sent] == [len(flat) for flat in first.sent]
+    for name, whole in reports_of(slice(None)).items():
+        assert reports[name].num_observed == whole.num_observed
+        for signal, values in whole.values.items():
+            np.testing.assert_allclose(reports[name].values[signal], values, atol=1e-6)
 
 
 def test_observation_takes_more_the_more_is_observed():
