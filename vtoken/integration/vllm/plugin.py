@@ -6,10 +6,14 @@ call and the pulse; scheduler and worker are ours only if :func:`engine_args` we
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vtoken.config import VTokenConfig
+from vtoken.errors import UnsupportedError
 from vtoken.integration.vllm.compat import check_vllm_version
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 CPU_WORKER = "vtoken.integration.vllm.worker.VTokenCPUWorker"
@@ -17,12 +21,17 @@ GPU_WORKER = "vtoken.integration.vllm.gpu_worker.VTokenGPUWorker"
 
 
 def register() -> None:
-    """Called by vLLM in every process (API, engine core, worker), possibly more than once.
+    """Called by vLLM in every process (API, engine core, worker), possibly more than once, and in
+    every vLLM of this environment, whoever starts it.
 
-    Raises:
-        UnsupportedError: the installed vLLM is not a version that this package was built for.
+    With a version that this package was not built for nothing is touched: whoever wants vToken of
+    it is refused by :func:`engine_args`, scheduler and worker.
     """
-    check_vllm_version()
+    try:
+        check_vllm_version()
+    except UnsupportedError as error:
+        logger.warning("%s: this vLLM is left as it is", error)
+        return
     from vllm.v1.engine.core import EngineCore
 
     from vtoken.integration.vllm.engine_core import vtoken_call
@@ -39,11 +48,12 @@ def engine_args(config: VTokenConfig) -> dict[str, Any]:
         config: with mode ``off`` the result is empty: stock vLLM, by construction.
 
     Raises:
-        UnsupportedError: the installed vLLM is not a version that this package was built for.
+        UnsupportedError: the installed vLLM is not a version that this package was built for,
+            which matters in mode ``off`` too: :func:`register` has added nothing to it.
     """
+    check_vllm_version()
     if config.mode == "off":
         return {}
-    check_vllm_version()
     from vllm.platforms import current_platform
 
     return {
