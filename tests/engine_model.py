@@ -633,7 +633,6 @@ class EngineModel:
         return [req_id for req_id, blocks in self.pool.lists.items() if block in blocks]
 
     def _commit(self, naive: NaiveRequest, plan: RelocationPlan) -> None:
-        self.counts.committed += 1
         moves = plan.moves
         where = dict(zip(moves.token_ids.tolist(), moves.dst_slots.tolist(), strict=True))
         naive.settle(plan.source_indices.tolist(), plan.dst_blocks.tolist(), where)
@@ -716,19 +715,27 @@ class EngineModel:
         current = [r for r, naive in unproven if self.naive.requests.get(r) is naive]
         assert lost == [r for r in current if error is not None or r in damaged]
         self.counts.lost_bytes += bool(lost and error is None)
+        for req_id, _ in unproven:
+            self._count_outcome(req_id, error, damaged)
         for naive, plan in plans:
             if naive is None:
                 self.counts.rolled_back += 1
                 continue
-            if error is not None or plan.req_id in damaged:
-                self.counts.failed += 1
-                naive.settle(plan.source_indices.tolist(), [], {})
-            else:
+            if self._count_outcome(plan.req_id, error, damaged):
                 self._commit(naive, plan)
+            else:
+                naive.settle(plan.source_indices.tolist(), [], {})
         self.check()
         for req_id in lost:
             self.counts.lost += 1
             self._forget(next(r for r in self.running if r.req_id == req_id))
+
+    def _count_outcome(self, req_id: str, error: str | None, damaged: tuple[str, ...]) -> bool:
+        """Whether a plan of a reported batch has succeeded, committed early or not."""
+        succeeded = error is None and req_id not in damaged
+        self.counts.committed += succeeded
+        self.counts.failed += not succeeded
+        return succeeded
 
     def _evict(self, request: Request, naive: NaiveRequest, signals: RequestSignals | None) -> None:
         due = naive.next_due

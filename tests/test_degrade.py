@@ -74,6 +74,8 @@ def test_wrong_bytes_after_an_early_commit_end_their_request_only() -> None:
     assert layer.reclaim_now()
     assert not layer.verification.check_conservation("a", 4, "abc", "abd")
     assert layer.settle(plans[0].ticket, None, {"a"}) == ["a"]
+    assert layer.stats.counter("relocations_total", "failed") == 1
+    assert layer.stats.counter("relocations_total", "committed") == 1
     assert_stopped(layer, "I1")
 
 

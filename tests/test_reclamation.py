@@ -443,7 +443,11 @@ def test_copy_that_fails_after_its_commit_costs_the_request(early: bool) -> None
             layer.forget("a")
             pool.release("a")
             make_request(layer, pool)
+        assert layer.stats.counter("relocations_total", "committed") == 0
         assert layer.settle(ticket, "copy failed") == ([] if preempted else ["a"])
+        assert layer.stats.counter("relocations_total", "failed") == 1
+        assert layer.stats.counter("relocations_total", "committed") == 0
+        assert layer.stats.counter("relocated_tokens_total") == 0
         pool.check_integrity()
 
 

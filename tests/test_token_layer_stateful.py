@@ -225,13 +225,14 @@ def _one_holder_lets_go(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _rows_not_refreshed(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def commit(self: Commits, kv: RequestKV, plan: RelocationPlan) -> None:
+    def apply(self: Commits, kv: RequestKV, plan: RelocationPlan) -> int:
         stale = kv.row_stale
-        original(self, kv, plan)
+        num_tokens = original(self, kv, plan)
         kv.row_stale = stale
+        return num_tokens
 
-    original = Commits.commit
-    monkeypatch.setattr(Commits, "commit", commit)
+    original = Commits._apply
+    monkeypatch.setattr(Commits, "_apply", apply)
 
 
 def _columns_of_the_first_death_only(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,11 @@ that may write to the blocks that they freed; only a failing copy then costs its
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vtoken.commits import Commits
+from vtoken.commits import Commits, Settled
 from vtoken.config import VTokenConfig
 from vtoken.errors import PlanError
 from vtoken.occupancy import BlockOccupancy
@@ -31,21 +30,6 @@ from vtoken.request_kv import RelocationPlan, RequestKV
 from vtoken.reservations import Reservations, by_waste
 from vtoken.stats import VTokenStats
 from vtoken.threshold import Bounds, Threshold, next_threshold
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What a report led to.
-
-    Attributes:
-        committed: requests whose plan stands.
-        lost: requests whose plan was committed before its copy failed: their K/V is gone and
-            they must end with an error. Empty unless a copy fails under memory pressure.
-    """
-
-    committed: list[RequestKV]
-    lost: list[RequestKV]
-
 
 _REFUSED = Rejection("refused")
 
@@ -74,7 +58,6 @@ class ReclamationManager:
         self._commits = Commits(pool, stats)
         self._in_flight: dict[int, list[RelocationPlan]] = {}
         self._urgent: list[RelocationPlan] = []
-        self._unproven: dict[int, list[RequestKV]] = {}
         self._next_ticket = 1
         self._steps_to_check = 0
         self.approves: Callable[[RelocationPlan, int], bool] = lambda plan, num_computed: True
@@ -106,7 +89,7 @@ class ReclamationManager:
     @property
     def awaits_reports(self) -> bool:
         """Whether any copy has still to be made or reported, committed early or not."""
-        return bool(self._urgent or self._unproven or self.num_in_flight)
+        return bool(self._urgent or self._commits.unproven or self.num_in_flight)
 
     def blocks_in_flight(self) -> int:
         """Destination blocks held by plans in flight."""
@@ -215,9 +198,8 @@ class ReclamationManager:
         if not self.approves(plan, num_computed):
             self.reservations.give_back(plan, "failed")
             return _REFUSED
-        self._commits.commit(kv, plan)
+        self._commits.commit_early(kv, plan)
         self._urgent.append(plan)
-        self._unproven[plan.ticket] = [kv]
         return plan
 
     def take_urgent(self) -> list[RelocationPlan]:
@@ -236,14 +218,13 @@ class ReclamationManager:
             share its sources through the prefix cache.
         """
         early = False
-        for ticket, plans in self._in_flight.items():
+        for plans in self._in_flight.values():
             for plan in [plan for plan in plans if not plan.orphaned]:
                 kv = requests[plan.req_id]
                 plans.remove(plan)
                 kv.plan = None
-                self._commits.commit(kv, plan)
+                self._commits.commit_early(kv, plan)
                 self._commits.free_emptied(kv, plan)
-                self._unproven.setdefault(ticket, []).append(kv)
                 early = True
         return early
 
@@ -302,16 +283,13 @@ class ReclamationManager:
             PlanError: this batch was never sent, or was reported before. Plans of requests that
                 ended are outstanding until their report, so no other report is to be expected.
         """
-        if ticket not in self._in_flight and ticket not in self._unproven:
+        outstanding = self._in_flight.keys() | self._commits.unproven
+        if ticket not in outstanding:
             raise PlanError(
-                f"batch {ticket} was reported, outstanding are "
-                f"{sorted(self._in_flight.keys() | self._unproven.keys())}; "
+                f"batch {ticket} was reported, outstanding are {sorted(outstanding)}; "
                 f"the last one had number {self._next_ticket - 1}"
             )
-        early = self._unproven.pop(ticket, [])
-        committed = [kv for kv in early if error is None and kv.req_id not in damaged]
-        # A preempted request is computed again and needs nothing of its old blocks.
-        lost = [kv for kv in early if kv not in committed and requests.get(kv.req_id) is kv]
+        settled = self._commits.prove(ticket, error, requests, damaged)
         for plan in self._in_flight.pop(ticket, ()):
             if plan.orphaned:
                 self.reservations.give_back(plan, "rolled_back")
@@ -324,6 +302,6 @@ class ReclamationManager:
                 self.reservations.give_back(plan, "rolled_back")
             else:
                 self._commits.commit(kv, plan)
-                committed.append(kv)
+                settled.committed.append(kv)
             self._commits.free_emptied(kv, plan)
-        return Settled(committed, lost)
+        return settled

@@ -177,7 +177,7 @@ class Soak:
             "tables": len(layer.requests),
             "rows": len(worker.model_runner.core.rows._row_of.keys() - unheard),
             "plans": layer.reclamation.num_in_flight,
-            "unproven": len(layer.reclamation._unproven),
+            "unproven": len(layer.reclamation._commits.unproven),
             "retained": layer.occupancy.retained_blocks,
             "live_tokens": layer.occupancy.live_tokens,
             "requests": len(self._arm.scheduler.requests),
