@@ -22,7 +22,7 @@ from service.settings.http_process import load_service_settings
 from service.settings.token_layer import load_config
 from service.settings.unknown import unknown_settings
 from service.settings.vllm_variables import log_environment, log_level, vllm_environment
-from service.signals import StoppedWhileStarting, leave_on_signals
+from service.signals import StoppedWhileStarting, exit_on_signals
 from service.start_folder import start_folder
 from vtoken.errors import ConfigError, VTokenError
 
@@ -118,7 +118,7 @@ def _unknown(command: str) -> str:
 
 
 def _serve(argv: list[str]) -> int:
-    leave_on_signals()
+    exit_on_signals()
     use_flags(argv)
     refused = unknown_settings()
     if refused:
@@ -133,6 +133,7 @@ def _serve(argv: list[str]) -> int:
         admin_port.bind(settings.admin_host, settings.admin_port).close()
     os.environ.update(vllm_environment())
     with start_folder(settings.log_format, log_level()) as folder:
+        exit_on_signals(folder.delete)
         os.environ.update(log_environment(folder.log_file, settings.log_format))
         from service import serve  # imports vLLM, which reads the environment
 

@@ -23,6 +23,7 @@ from service.embedded_model import ensure_embedded_model
 from service.errors import StartError
 from service.follow import leave_with_parent
 from service.settings.vllm_variables import trace_endpoint
+from service.signals import leave_on_signals
 from service.start_folder import StartFolder
 from service.start_progress import StartProgress
 from vtoken.integration.vllm.compat.engine_processes import engine_processes_begin_with
@@ -43,9 +44,10 @@ def run(argv: Sequence[str], folder: StartFolder) -> int:
         UsageError, ConfigError: the arguments cannot be served, or the port is taken.
         UnsupportedError: the model or configuration cannot be served with the token layer.
         StartError: vLLM refused the model or the configuration, or the engine did not start.
-        StoppedWhileStarting: by a signal, which the caller has let :mod:`service.signals` handle.
+        StoppedWhileStarting: by a signal.
         SystemExit: vLLM's parser.
     """
+    leave_on_signals()
     cli_env_setup()
     args, _ = arguments.parse(argv)
     _configure_log(args, folder)

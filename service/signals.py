@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM while the service starts: leave, with what was started stopped on the way.
+"""SIGINT and SIGTERM while the service starts.
+
+    the command         end the process at once: nothing was started yet
+    service.serve.run   unwind, so that the engine's processes are stopped on the way
+    serving             as vLLM's HTTP server and :mod:`service.drain` have it
 
 A process that handles neither dies of them, but not the first of a container: the kernel keeps them
 from it until it does. So they are handled before the import of vLLM, which takes seconds.
@@ -6,8 +10,12 @@ from it until it does. So they are handled before the import of vLLM, which take
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Callable
 from typing import NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedWhileStarting(SystemExit):
@@ -25,9 +33,25 @@ class StoppedWhileStarting(SystemExit):
         return f"stopped by {signal.Signals(self.number).name} while starting"
 
 
+def exit_on_signals(clean_up: Callable[[], object] = bool) -> None:
+    """End the process at once, after ``clean_up``; from the main thread.
+
+    An exception would come out in the middle of somebody's import, which may swallow it or break:
+    PyTorch was seen to recurse.
+    """
+
+    def leave(number: int, _: object) -> NoReturn:
+        clean_up()
+        os.write(2, f"vtoken-serve: {StoppedWhileStarting(number)}\n".encode())
+        os._exit(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
 def leave_on_signals() -> None:
-    """Until vLLM's HTTP server handles them; from the main thread."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Raise :class:`StoppedWhileStarting`, until others handle them; from the main thread."""
+    for number in SIGNALS:
         signal.signal(number, _leave)
 
 

@@ -7,6 +7,7 @@ with the server.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,10 @@ class StartFolder:
     def log_file(self) -> Path:
         """The log's configuration."""
         return self.path / "logging.json"
+
+    def delete(self) -> None:
+        """With all that is in it, as far as that goes."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def configure_log(self, level: str) -> None:
         """Write the log's configuration with this level."""
