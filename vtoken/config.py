@@ -82,7 +82,8 @@ class VTokenConfig:
     """New tokens between two evictions of one request during decode."""
     evict_during_prefill: bool = False
     """Evict between the chunks of a prefill, too: a prompt larger than the free part of the pool
-    is admitted as soon as its budget fits. What is evicted then depends on the chunks."""
+    is admitted as soon as its budget fits. What is evicted then depends on the chunks. Refused
+    without vLLM's chunked prefill, which is on by default."""
     evict_free_ratio: Annotated[float, RATIO] = 1.0
     """Evict only while free blocks / total blocks is at or below this, in [0, 1]. 1: always.
     Below 1 outputs depend on the load, and tokens may go early rather than a request."""
