@@ -1,15 +1,15 @@
 """The console command ``vtoken-serve``.
 
 ``vtoken-serve serve [MODEL] [--vtoken-* flags] [every flag of vllm serve]`` starts the service.
-What is wrong with our own flags is said before vLLM is imported. The other commands never import
-it. Every foreseen error is one sentence on standard error: exit code 2 if the command has to be
-written differently, 1 if the service could not run; see ``service.cli_client`` for the others.
+The other commands never import vLLM. Signals are handled before anything that takes time is
+imported; see :mod:`service.signals`. Every foreseen error is one sentence on standard error: exit
+code 2 if the command has to be written differently, 1 if the service could not run; see
+``service.cli_client`` for the others.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,13 +17,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from service.errors import UsageError
-from service.flags import describe_flags, parse_early, use_flags
-from service.settings.http_process import load_service_settings
-from service.settings.token_layer import load_config
-from service.settings.unknown import unknown_settings
-from service.settings.vllm_variables import log_environment, log_level, vllm_environment
 from service.signals import StoppedWhileStarting, exit_on_signals
-from service.start_folder import start_folder
 from vtoken.errors import ConfigError, VTokenError
 
 EXIT_OK = 0
@@ -46,6 +40,7 @@ vtoken-serve COMMAND --help says more; vtoken-serve --version names the versions
 """
 
 _COMMANDS = {
+    "serve": "service.cli_serve",
     "config": "service.cli_config",
     "size": "service.size",
     "status": "service.cli_status",
@@ -53,25 +48,6 @@ _COMMANDS = {
     "top": "service.cli_top",
 }
 """Commands and the modules whose ``main(argv)`` runs them; only the one that runs is imported."""
-
-_SERVE_HELP = """\
-usage: vtoken-serve serve [MODEL] [--vtoken-* flags] [flags of vllm serve]
-
-Serves MODEL through vLLM's OpenAI-compatible API with token-level KV-cache eviction. MODEL is a
-Hugging Face name or a folder; without it, the embedded SmolLM2-135M-Instruct is served. Listens
-on 127.0.0.1:8000 unless --host and --port say otherwise.
-
-{flags}
-
-Flags of vLLM (all are accepted):
-  vtoken-serve serve --help=all            every flag
-  vtoken-serve serve --help=ModelConfig    one section
-  vtoken-serve serve --help=max-model-len  one flag
-
-Admin routes are closed unless VTOKEN_ADMIN_KEY or VTOKEN_ADMIN_KEY_FILE is set. A flag beats a
-variable, a variable beats the settings file, that beats the default; what is in force, and from
-where, says vtoken-serve config check with the same arguments.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,11 +76,9 @@ def _dispatch(argv: list[str]) -> int:
         print(version_text())
     elif command in ("-h", "--help"):
         print(USAGE, end="")
-    elif command == "serve" and {"-h", "--help"} & set(rest):
-        print(_SERVE_HELP.format(flags=describe_flags()), end="")
-    elif command == "serve":
-        return _serve(rest)
     elif command in _COMMANDS:
+        if command == "serve":
+            exit_on_signals()
         return int(import_module(_COMMANDS[command]).main(rest))
     else:
         raise UsageError(_unknown(command))
@@ -113,31 +87,8 @@ def _dispatch(argv: list[str]) -> int:
 
 def _unknown(command: str) -> str:
     problem = f"unknown command {command!r}" if command else "a command is missing"
-    near = difflib.get_close_matches(command, ["serve", *_COMMANDS], n=1)
+    near = difflib.get_close_matches(command, _COMMANDS, n=1)
     return f"{problem}; try vtoken-serve {near[0] if near else 'serve'}, or vtoken-serve --help"
-
-
-def _serve(argv: list[str]) -> int:
-    exit_on_signals()
-    use_flags(argv)
-    refused = unknown_settings()
-    if refused:
-        raise refused[0]
-    load_config(parse_early(argv))
-    settings = load_service_settings()
-    settings.admin_keys()
-    settings.api_keys()
-    if settings.admin_port:  # a taken port is known before the engine starts
-        from service import admin_port
-
-        admin_port.bind(settings.admin_host, settings.admin_port).close()
-    os.environ.update(vllm_environment())
-    with start_folder(settings.log_format, log_level()) as folder:
-        exit_on_signals(folder.delete)
-        os.environ.update(log_environment(folder.log_file, settings.log_format))
-        from service import serve  # imports vLLM, which reads the environment
-
-        return serve.run(argv, folder)
 
 
 def _complain(error: BaseException, code: int) -> int:
