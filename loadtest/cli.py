@@ -129,10 +129,18 @@ def _read_key(path: Path | None) -> str:
 
 
 def _end_on_sigterm() -> None:
-    """Cancel this task on SIGTERM, so that services are ended on the way out, as on Ctrl-C."""
-    task = asyncio.current_task()
+    """Cancel this task on SIGTERM, so that services are ended on the way out, as on Ctrl-C.
+
+    A second SIGTERM changes nothing: it would cut the way out short and leave services behind.
+    """
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def end() -> None:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
 
 
 def bench_of(fleet: Fleet, size: str, arguments: argparse.Namespace) -> Bench:

@@ -22,6 +22,18 @@ from loadtest.search import highest_feasible
 from loadtest.workloads import Lengths
 
 MAX_WAITING_RATIO = 0.1
+SWEEP = ", sweep"
+METRICS = {
+    "": (
+        "running",
+        "steps",
+        "output_tokens_per_step",
+        "output_throughput",
+        "blocks_per_running_request",
+    ),
+    SWEEP: ("highest_feasible",),
+}
+"""What is compared in each view; a sweep is an arm of its own, for it has repeats of its own."""
 PAPER = "native and naive up to 5, vToken up to 8 requests (5 427 blocks); 11 → 22 (11 519 blocks)"
 PLOTS = (
     {"metric": "running", "title": "Requests running while others wait", "x": "blocks in the pool"},
@@ -117,16 +129,11 @@ async def run(bench: Bench) -> Outcome:
         if num_blocks in size.sweep_pools:
             await _sweep_all(bench, size, outcome, arms, num_blocks)
         for policy in size.policies:
-            ours = f"{policy}/lazy@{num_blocks}"
+            ours = f"{policy}/lazy"
             for theirs in (f"{policy}/naive", "native", "paged_eviction", "zipage"):
-                metrics = (
-                    "running",
-                    "steps",
-                    "output_tokens_per_step",
-                    "output_throughput",
-                    "blocks_per_running_request",
-                )
-                outcome.compare(ours, f"{theirs}@{num_blocks}", metrics)
+                for view, metrics in METRICS.items():
+                    suffix = f"{view}@{num_blocks}"
+                    outcome.compare(ours + suffix, theirs + suffix, metrics)
         await bench.fleet.release()
     outcome.not_measured.append("Outputs of thousands of tokens, as in the paper.")
     return outcome
@@ -176,7 +183,7 @@ async def _sweep_all(
                 if not tried[-1][1]:
                     break
             highest = highest_feasible(tried)
-            outcome.add(f"{name}@{blocks}", {"highest_feasible": highest})
+            outcome.add(f"{name}{SWEEP}@{blocks}", {"highest_feasible": highest})
 
 
 def is_feasible(result: Run, concurrency: int) -> bool:

@@ -44,7 +44,8 @@ def test_scenario_measures_something_and_nothing_fails(results, name):
     """Arms with samples, and no note of a failed request."""
     result = results[name]
     assert result["size"] == "smoke"
-    assert all(metric["samples"] for arm in result["arms"].values() for metric in arm.values())
+    metrics = [metric for arm in result["arms"].values() for metric in arm.values()]
+    assert all(metric["samples"] and None not in metric["samples"] for metric in metrics)
     assert not [note for note in result["notes"] if "failed" in note]
 
 
@@ -55,6 +56,13 @@ def test_lazy_holds_fewer_blocks_for_the_same_evictions(results):
     assert lazy["end_retained_blocks"]["mean"] < naive["end_retained_blocks"]["mean"]
     assert lazy["end_retained_blocks"]["mean"] >= lazy["end_ideal_blocks"]["mean"]
     assert lazy["relocations"]["mean"] > 0
+
+
+def test_highest_number_of_clients_is_searched_in_every_arm(results):
+    """Two fit."""
+    swept = {name: arm for name, arm in results["frontier"]["arms"].items() if "sweep" in name}
+    assert set(swept) == {f"{arm}, sweep@1200" for arm in ("native", "random/naive", "random/lazy")}
+    assert all(arm["highest_feasible"]["samples"] == [2] for arm in swept.values())
 
 
 def test_naive_and_lazy_answers_are_identical(results):
