@@ -50,7 +50,9 @@ ASSUMPTIONS = """\
 Computed, not measured. `stock`: every token of every request is kept. `packed`: live tokens lie
 without holes (F = 0). `at θ_F`: as many holes as relocation tolerates before it acts. All requests
 have the whole context at once. Weights follow from the shape; activations and CUDA graphs are the
-reserve. A prompt is held whole until it is prefilled, so the pool must hold one context anyway.
+reserve; so is what the token layer keeps beside the pool, about 28 bytes times --max-num-seqs times
+--max-model-len and a few hundred MiB: raise --reserve-gib where that is more than a little.
+A prompt is held whole until it is prefilled, so the pool must hold one context anyway.
 The token layer was never run on a GPU: `packed` and `at θ_F` were not seen on one."""
 
 
