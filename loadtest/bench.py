@@ -167,10 +167,6 @@ class Bench:
             "%s: %.1f s, %d samples", arm.name, time.monotonic() - started, len(run["samples"])
         )
 
-    async def client(self, arm: Arm) -> Client:
-        """A client of the arm's service, its policy document in force."""
-        return await self.fleet.client(arm)
-
 
 async def wait_idle(client: Client) -> None:
     """Until nothing runs or waits.

@@ -56,7 +56,7 @@ class Outcome:
         """Add one repeat of an arm; a metric that it lacks is NaN there: pairs stay pairs."""
         samples = self.arms.setdefault(arm, {})
         count = max(map(len, samples.values()), default=0)
-        for name in samples.keys() | metrics.keys():
+        for name in dict.fromkeys([*samples, *metrics]):  # in this order in files and tables
             values = samples.setdefault(name, [math.nan] * count)
             values.append(float(metrics.get(name, math.nan)))
 

@@ -61,17 +61,6 @@ def histogram_increase(before: Metrics, after: Metrics, name: str) -> dict[str, 
     return dict(zip(bounds, np.diff(gained, prepend=0.0).tolist(), strict=True))
 
 
-def histogram_percentile(gained: Mapping[str, float], percent: float) -> float:
-    """Upper bound of the bucket in which a percentile lies; 0 of an empty histogram."""
-    total = sum(gained.values())
-    seen = 0.0
-    for bound, count in gained.items():
-        seen += count
-        if total and seen >= total * percent / 100:
-            return float(bound)
-    return 0.0
-
-
 @dataclass(frozen=True)
 class Sample:
     """The engine at one moment.

@@ -175,8 +175,7 @@ def _first(results: Sequence[Any]) -> Any:
 
 def _merged_policy(results: Sequence[Reply]) -> Reply:
     """The first engine's; with ``engines``, all of them, if one has changed by itself."""
-    same = all(one == results[0] for one in results)
-    return results[0] if same else {**results[0], "engines": list(results)}
+    return _with_engines(results, results)
 
 
 def _merged_history(results: Sequence[Reply]) -> Reply:
@@ -185,6 +184,11 @@ def _merged_history(results: Sequence[Reply]) -> Reply:
     When each noted a change is no difference.
     """
     told = [[{**change, "at": None} for change in result["history"]] for result in results]
+    return _with_engines(results, told)
+
+
+def _with_engines(results: Sequence[Reply], told: Sequence[Any]) -> Reply:
+    """The first engine's result; with ``engines``, all of them, if what they tell differs."""
     same = all(one == told[0] for one in told)
     return results[0] if same else {**results[0], "engines": list(results)}
 

@@ -59,11 +59,7 @@ class Commits:
     ) -> Settled:
         """The copies of a batch are reported: what becomes of those committed early, if any.
 
-        Args:
-            ticket: the batch.
-            error: why its copy failed, or None.
-            requests: live requests by id.
-            damaged: requests whose copies are complete and wrong.
+        The arguments are those of :meth:`~vtoken.reclamation.ReclamationManager.settle`.
         """
         settled = Settled([], [])
         for kv, num_tokens in self._unproven.pop(ticket, []):

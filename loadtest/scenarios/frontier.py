@@ -143,7 +143,7 @@ async def _saturate(
     bench: Bench, size: Size, outcome: Outcome, arms: dict[str, Arm], blocks: int, repeats: int
 ) -> None:
     for repeat, name in abba(list(arms), repeats):
-        tokenizer = await bench.client(arms[name])
+        tokenizer = await bench.fleet.client(arms[name])
         jobs = await make_jobs(size.workload, tokenizer, size.saturated, max(repeat, 0))
         result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
         if repeat >= 0:
@@ -155,7 +155,7 @@ def saturated(result: Run) -> dict[str, float]:
     crowd = [s for s in crowded(result.samples) if s.running]
     samples = crowd or [s for s in result.samples if s.running]
     size = STOCK_BLOCK_SIZE if result.is_off else BLOCK_SIZE
-    blocks = [s.pool["used_blocks"] * size / BLOCK_SIZE / max(1, s.running) for s in samples]
+    blocks = [s.pool["used_blocks"] * size / BLOCK_SIZE / s.running for s in samples]
     running = {"running": mean_per_step(crowd, [s.running for s in crowd])} if crowd else {}
     return {
         **running,
@@ -176,7 +176,7 @@ async def _sweep_all(
                     size.saturated.num_prompt_tokens,
                     size.saturated.num_output_tokens,
                 )
-                tokenizer = await bench.client(arm)
+                tokenizer = await bench.fleet.client(arm)
                 jobs = await make_jobs(size.workload, tokenizer, lengths, 100 + repeat)
                 result = await bench.run(arm, jobs, Load(concurrency), repeat)
                 tried.append((concurrency, is_feasible(result, concurrency)))

@@ -63,13 +63,18 @@ SIZES = {
 }
 
 
+def make_engine(size: Size) -> Engine:
+    """As all arms have it; stock's blocks are larger, and synchronous copies are a plugin."""
+    return Engine(num_blocks=size.num_blocks, poll_seconds=size.poll_seconds)
+
+
 def make_arms(size: Size) -> dict[str, Arm]:
     """The configurations.
 
     Raises:
         RuntimeError: synchronous copies are wanted, but this is no repository.
     """
-    engine = Engine(num_blocks=size.num_blocks, poll_seconds=size.poll_seconds)
+    engine = make_engine(size)
     arms = {
         "stock": Arm("stock", "off", {}, engine),
         INDIRECTION: Arm(INDIRECTION, "naive", {"policy": "none"}, engine),
@@ -105,7 +110,7 @@ async def _measure(
     suffix = f"{'+hog' if with_hog else ''}@{context}"
     lengths = Lengths(size.num_requests, context, size.num_output_tokens)
     for repeat, name in abba(list(arms), repeats):
-        tokenizer = await bench.client(arms[name])
+        tokenizer = await bench.fleet.client(arms[name])
         few = lengths if repeat >= 0 else replace(lengths, num_output_tokens=2)
         jobs = await make_jobs(SYNTHETIC, tokenizer, few, max(repeat, 0))
         with hog() if with_hog else contextlib.nullcontext():
@@ -168,6 +173,6 @@ def _describe(size: Size, repeats: int) -> dict[str, Any]:
         "with_synchronous": size.with_synchronous,
         "repeats": repeats,
         "half_kept": HALF_KEPT,
-        "engine": make_arms(replace(size, with_synchronous=False))[LAZY].engine.arguments("lazy"),
+        "engine": make_engine(size).arguments("lazy"),
         "stock": "block size 32, the smallest that vLLM's CPU attention takes",
     }

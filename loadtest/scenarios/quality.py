@@ -21,7 +21,7 @@ from loadtest.fleet import Arm
 from loadtest.outcome import Outcome
 from loadtest.scenarios.capacity import RECLAIM_EAGERLY
 from loadtest.scenarios.inputs import long_text, make_jobs, sources
-from loadtest.scenarios.quality_parts import EXACT_FROM, FULL, SIZES, Size, Told, ask, distances
+from loadtest.scenarios.quality_parts import EXACT_FROM, FULL, SIZES, Size, ask, distances
 from loadtest.scenarios.quality_tasks import make_cases
 from loadtest.workloads import Job, Lengths
 
@@ -61,7 +61,7 @@ async def _identity(bench: Bench, size: Size, outcome: Outcome, policy: str) -> 
     answers: dict[str, list[dict[str, Any]]] = {}
     for mode in ("naive", "lazy"):
         arm = Arm(f"identity/{policy}/{mode}", mode, document)
-        client = await bench.client(arm)
+        client = await bench.fleet.client(arm)
         lengths = Lengths(size.num_generations, size.identity_prompt, size.identity_output)
         jobs = await make_jobs(size.identity_workload, client, lengths, 0)
         started = time.monotonic()
@@ -102,21 +102,17 @@ async def _generate(client: Any, job: Job) -> dict[str, Any]:
 async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
     """Some cases at a time, in every cell: what is there after an error covers all cells."""
     arm = Arm("damage", "naive", {}, size.engine())
-    client = await bench.client(arm)
+    client = await bench.fleet.client(arm)
     cases = await make_cases(client, long_text(), size.num_cases, size.num_context, size.num_text)
-    cells = (("full", 1.0), ("full", 1.0), *size.cells())
+    full = {"policy": FULL}
     for start in range(0, len(cases), size.num_parallel):
         few = cases[start : start + size.num_parallel]
-        references: list[Told] = []
         started = time.monotonic()
-        for policy, keep_ratio in cells:
-            document: dict[str, Any] = {"policy": policy, "keep_ratio": keep_ratio}
-            if policy == "full":
-                document = {"policy": FULL}
+        references = await ask(bench.fleet, arm, full, few, size)
+        for policy, keep_ratio in (("full", 1.0), *size.cells()):
+            is_full = policy == "full"
+            document = full if is_full else {"policy": policy, "keep_ratio": keep_ratio}
             told = await ask(bench.fleet, arm, document, few, size)
-            if not references:
-                references = told
-                continue
             for case, ours, reference in zip(few, told, references, strict=True):
                 metrics = distances(case, ours, reference, keep_ratio)
                 outcome.add(f"{policy}@{keep_ratio:g}", metrics)

@@ -20,7 +20,7 @@ async def add_zipage(bench: Bench, arms: dict[str, Arm], like: str, budget_token
         budget_tokens: live tokens that a request may keep; the cap leaves one block to grow.
     """
     model = arms[like]
-    client = await bench.client(model)
+    client = await bench.fleet.client(model)
     if CAP_FIELD not in await client.policy():
         bench.notes.append("No cap of blocks per request in this service: zipage is left out.")
         return

@@ -12,8 +12,17 @@ from loadtest import fleet as fleet_module
 from loadtest import server as server_module
 from loadtest.bench import abba, wait_idle
 from loadtest.client import Client
-from loadtest.fleet import MAX_SERVICES, Arm, Engine, Fleet, check_document
+from loadtest.fleet import (
+    DEFAULT_POLL_SECONDS,
+    MAX_SERVICES,
+    Arm,
+    Engine,
+    Fleet,
+    check_document,
+)
+from loadtest.scenarios import overhead
 from loadtest.server import Server, StartError, flag_list
+from service.settings.http_process import ServiceSettings
 from tests.loadtest.fake_fleet import FakeFleet
 from tests.loadtest.fake_service import KEY
 
@@ -138,6 +147,14 @@ def test_stock_has_larger_blocks_and_the_same_bytes():
     ):
         assert ours[ours.index(name) + 1] == of_ours
         assert stock[stock.index(name) + 1] == of_stock
+
+
+def test_a_service_as_it_is_reads_its_engine_as_often_as_by_default():
+    """What is compared with stock vLLM in speed does not work harder for its metrics."""
+    default = ServiceSettings.model_fields["metrics_poll_seconds"].default
+    assert default == DEFAULT_POLL_SECONDS
+    arguments = overhead.make_engine(overhead.SIZES["full"]).arguments("lazy")
+    assert float(arguments[arguments.index("--vtoken-metrics-poll-seconds") + 1]) == default
 
 
 def test_flags_become_arguments():

@@ -60,6 +60,15 @@ def test_a_repeat_that_could_not_say_is_no_pair_and_moves_no_other():
     assert describe_arms(outcome.arms)["nothing"]["steps"]["mean"] is None
 
 
+def test_metrics_stay_in_the_order_in_which_they_came():
+    """Files of two runs can be compared, and a table shows the first ones."""
+    outcome = Outcome()
+    names = [f"metric {n}" for n in range(12)]
+    outcome.add("a", dict.fromkeys(names[:8], 1.0))
+    outcome.add("a", dict.fromkeys(names, 2.0))
+    assert list(describe_arms(outcome.arms)["a"]) == names
+
+
 def test_one_pair_has_a_ratio_and_no_interval():
     """Nor a spread."""
     outcome = Outcome(arms={"a": {"m": [1.0]}, "b": {"m": [2.0]}})

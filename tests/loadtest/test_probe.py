@@ -12,7 +12,6 @@ from loadtest.probe import (
     Sample,
     Sampler,
     histogram_increase,
-    histogram_percentile,
     mean_per_step,
     sample_of_state,
     take_sample,
@@ -55,10 +54,6 @@ def test_increase_between_two_readings():
     before, after = Metrics(PAGE % (2, 1, 3, 3, 3)), Metrics(PAGE % (9, 2, 8, 9, 9))
     gained = histogram_increase(before, after, "h")
     assert gained == {"0.1": 1, "1.0": 4, "+Inf": 1}
-    assert histogram_percentile(gained, 50) == 1.0
-    assert histogram_percentile(gained, 10) == 0.1
-    assert histogram_percentile(gained, 99) == float("inf")
-    assert histogram_percentile({}, 99) == 0.0
 
 
 def test_each_sample_stands_for_the_steps_before_it():

@@ -16,13 +16,13 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from websockets.sync.client import connect
 
 from tests.deploy import tools
+from tests.service.server_process import wait_for
 
 PACKAGES = ("chromium", "fonts-dejavu-core")
 FLAGS = (
@@ -186,13 +186,3 @@ class Browser:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(timeout=20)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """The first true value of a condition."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s: {what}")

@@ -105,18 +105,18 @@ def total(samples: Samples, name: str, **labels: str) -> float:
     return sum(v for series, v in samples[name].items() if wanted <= dict(series).items())
 
 
-def wait_for(condition: Callable[[], object], seconds: float = SECONDS) -> Any:
+def wait_for(condition: Callable[[], object], seconds: float = SECONDS, what: str = "") -> Any:
     """Its first true result.
 
     Raises:
-        AssertionError: it stayed false for so long.
+        AssertionError: it stayed false for so long; the message has ``what``.
     """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
             return result
         time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s")
+    raise AssertionError(f"not within {seconds} s: {what}")
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
