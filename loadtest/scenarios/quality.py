@@ -5,9 +5,9 @@ tokens and logprobs must be equal to the last bit.
 
 *Damage*: each policy against full attention (policy ``none``) on the same service. A context is
 computed, cut to the keep ratio, and what follows is teacher-forced: running text; or a list that is
-copied, values that are looked up, facts that were hidden. The text's context is also continued
-freely, with evictions as it grows. Full attention is asked twice: its row is how far apart two
-answers to the same question are.
+copied, values that are looked up, facts that were hidden (unless text alone is asked for). The
+text's context is also continued freely, with evictions as it grows. Full attention is asked twice:
+its row is how far apart two answers to the same question are.
 """
 
 from __future__ import annotations
@@ -103,7 +103,14 @@ async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
     """Some cases at a time, in every cell: what is there after an error covers all cells."""
     arm = Arm("damage", "naive", {}, size.engine())
     client = await bench.fleet.client(arm)
-    cases = await make_cases(client, long_text(), size.num_cases, size.num_context, size.num_text)
+    cases = await make_cases(
+        client,
+        long_text(),
+        size.num_cases,
+        size.num_context,
+        size.num_text,
+        with_recall=size.with_recall,
+    )
     full = {"policy": FULL}
     for start in range(0, len(cases), size.num_parallel):
         few = cases[start : start + size.num_parallel]
@@ -138,6 +145,7 @@ def _describe(size: Size) -> dict[str, Any]:
             "cases": size.num_cases,
             "context_tokens": size.num_context,
             "text_tokens": size.num_text,
+            "with_recall": size.with_recall,
             "continued_tokens": size.num_continued,
             "exact_match": f"from keep ratio {EXACT_FROM} on",
             "engine": size.engine().arguments("naive"),

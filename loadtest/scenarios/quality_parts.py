@@ -26,7 +26,11 @@ hardly any is, which says nothing about how much worse it is."""
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured; lengths in tokens. No policies: that part is left out."""
+    """How much is measured; lengths in tokens. No policies: that part is left out.
+
+    Without recall and with no tokens continued, running text is all that is asked: many more cases
+    in the same time.
+    """
 
     identity_policies: tuple[str, ...]
     num_generations: int
@@ -38,6 +42,7 @@ class Size:
     num_context: int
     num_text: int
     num_continued: int
+    with_recall: bool = True
     identity_workload: str = CONVERSATION
     base_engine: Engine = field(default_factory=Engine)
     num_parallel: int = 4
@@ -85,11 +90,11 @@ class Told:
 
     Attributes:
         forced: of each passage, the distributions after each token.
-        continued: token ids of the free continuation of the text's context.
+        continued: token ids of the free continuation of the text's context; none if not asked for.
     """
 
     forced: Sequence[Distributions]
-    continued: Sequence[int]
+    continued: Sequence[int] | None
 
 
 async def ask(
@@ -106,6 +111,8 @@ async def ask(
     """
     client = await fleet.client(replace(arm, policy={**document, "evict_during_prefill": True}))
     forced = [[await _force(client, part, document["policy"]) for part in case] for case in cases]
+    if not size.num_continued:
+        return [Told(passages, None) for passages in forced]
     client = await fleet.client(replace(arm, policy=document))
     contexts = [case[0].prompt[: size.num_context] for case in cases]
     continued = await asyncio.gather(*(_continue(client, c, size) for c in contexts))
@@ -124,8 +131,10 @@ def distances(case: Case, ours: Told, reference: Told, keep_ratio: float) -> dic
                 found |= _divergence(places, told, full)
             else:
                 found[f"{task}_match"] = _accuracy(passage, places, told)
+    found["perplexity"] = float(np.exp(found["nll"]))
+    if ours.continued is None or reference.continued is None:
+        return found
     found |= {
-        "perplexity": float(np.exp(found["nll"])),
         "rouge_l": scoring.rouge_l(ours.continued, reference.continued),
         "length_ratio": len(ours.continued) / max(1, len(reference.continued)),
         "same_until": scoring.common_prefix_ratio(ours.continued, reference.continued),

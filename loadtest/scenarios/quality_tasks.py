@@ -38,11 +38,17 @@ class Passage:
 
 
 Case = tuple[Passage, ...]
-"""Running text, and what is to be recalled: every task once."""
+"""Running text, and what is to be recalled (if anything): every task once."""
 
 
 async def make_cases(
-    client: Client, document: Document, num_cases: int, num_context: int, num_text: int
+    client: Client,
+    document: Document,
+    num_cases: int,
+    num_context: int,
+    num_text: int,
+    *,
+    with_recall: bool = True,
 ) -> list[Case]:
     """Cases that are the same for every policy and every run.
 
@@ -52,9 +58,14 @@ async def make_cases(
         num_cases: how many.
         num_context: tokens of every context.
         num_text: tokens that follow in ``text``.
+        with_recall: whether lists, numbers and facts are to be recalled, too.
     """
     maker = _Maker(client, document, num_context, random.Random(0))
-    return [(await maker.text(num_text), await maker.recall()) for _ in range(num_cases)]
+    cases = list[Case]()
+    for _ in range(num_cases):
+        text = await maker.text(num_text)
+        cases.append((text, await maker.recall()) if with_recall else (text,))
+    return cases
 
 
 @dataclass(frozen=True)

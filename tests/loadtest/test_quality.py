@@ -137,6 +137,17 @@ def test_parts_can_be_left_out(service, tmp_path):
     assert set(damage["config"]) == {"model", "damage"}
 
 
+def test_running_text_can_be_asked_for_alone(service, tmp_path):
+    """Nothing to recall and no continuation: neither sent nor reported."""
+    overrides = {"identity_policies": [], "with_recall": False, "num_continued": 0}
+    result = measure(service, tmp_path, **overrides)
+    metrics = {"nll", "nll_above_full", "kl_top20", "top1_same", "perplexity"}
+    assert all(set(arm) == metrics for arm in result["arms"].values())
+    assert len(service.requests) == 3  # the reference, full attention again, one cell
+    assert all("prompt_logprobs" in body for body in service.requests)
+    assert result["config"]["damage"]["with_recall"] is False
+
+
 def test_every_cell_gets_every_case_some_at_a_time(service, tmp_path):
     """Three cases by two; the cut falls into the prefill where the tail is teacher-forced."""
     overrides = {"num_cases": 3, "num_parallel": 2, "identity_policies": []}
