@@ -26,6 +26,7 @@ SWEEP = ", sweep"
 METRICS = {
     "": (
         "running",
+        "peak_running",
         "steps",
         "output_tokens_per_step",
         "output_throughput",
@@ -57,6 +58,7 @@ class Size:
     workload: str = DOCUMENT
     rivals: tuple[str, ...] = ("paged_eviction", "zipage")
     max_model_len: int = 1024
+    zipage_buffer_tokens: int = BLOCK_SIZE
 
 
 SIZES = {
@@ -114,7 +116,8 @@ async def make_arms(bench: Bench, size: Size, num_blocks: int) -> dict[str, Arm]
         document = {"policy": "paged_eviction", "budget_tokens": size.budget_tokens}
         arms["paged_eviction"] = Arm("paged_eviction", "naive", document, engine)
     if "zipage" in size.rivals:
-        await add_zipage(bench, arms, f"{size.policies[0]}/lazy", size.budget_tokens)
+        like = f"{size.policies[0]}/lazy"
+        await add_zipage(bench, arms, like, size.budget_tokens, size.zipage_buffer_tokens)
     return arms
 
 
@@ -151,7 +154,10 @@ async def _saturate(
 
 
 def saturated(result: Run) -> dict[str, float]:
-    """How many run at once while others wait (if any ever do), and in how many blocks each."""
+    """How many run at once while others wait (if any ever do), and in how many blocks each.
+
+    The peak is over the whole run, as R-KV's stress test reports it.
+    """
     crowd = [s for s in crowded(result.samples) if s.running]
     samples = crowd or [s for s in result.samples if s.running]
     size = STOCK_BLOCK_SIZE if result.is_off else BLOCK_SIZE
@@ -159,6 +165,7 @@ def saturated(result: Run) -> dict[str, float]:
     running = {"running": mean_per_step(crowd, [s.running for s in crowd])} if crowd else {}
     return {
         **running,
+        "peak_running": max((s.running for s in result.samples), default=0),
         "blocks_per_running_request": mean_per_step(samples, blocks),
         **block_use(samples),
     }
@@ -207,6 +214,7 @@ def _describe(size: Size, repeats: int) -> dict[str, Any]:
     return {
         "policies": list(size.policies),
         "budget_tokens": size.budget_tokens,
+        "zipage_buffer_tokens": size.zipage_buffer_tokens if "zipage" in size.rivals else None,
         "workload": sources((size.workload,)),
         "requests": size.saturated.num_jobs,
         "prompt_tokens": size.saturated.num_prompt_tokens,

@@ -230,7 +230,7 @@ def test_native_blocks_are_counted_in_tokens():
     samples = [make_sample(4, 8, steps=n) for n in range(4)]
     ours, native = (frontier.saturated(make_run(samples, is_off=off)) for off in (False, True))
     assert native["blocks_per_running_request"] == 2 * ours["blocks_per_running_request"]
-    assert ours["running"] == 4
+    assert ours["running"] == ours["peak_running"] == 4
 
 
 def test_what_runs_while_others_wait_is_not_said_where_nobody_does():
@@ -238,6 +238,7 @@ def test_what_runs_while_others_wait_is_not_said_where_nobody_does():
     samples = [make_sample(running, 0, steps=n) for n, running in enumerate((0, 6, 6, 0))]
     found = frontier.saturated(make_run(samples))
     assert "running" not in found
+    assert found["peak_running"] == 6
     assert found["blocks_per_running_request"] == 40
     assert frontier.saturated(make_run([make_sample(0, 0)]))["blocks_per_running_request"] == 0
 
@@ -253,20 +254,22 @@ def test_frontier_arms_cover_modes_policies_and_rivals(service, tmp_path):
     """Native once, naive and lazy per policy, paged eviction; zipage if the service has a cap."""
     size = frontier.SIZES["full"]
 
-    async def make():
+    async def make(size):
         async with FakeFleet(service, tmp_path) as fleet:
             bench = Bench(fleet)
             return await frontier.make_arms(bench, size, 200), bench.notes
 
-    arms, notes = asyncio.run(make())
+    arms, notes = asyncio.run(make(size))
     assert {"native", "random/naive", "random/lazy", "h2o/lazy", "paged_eviction"} <= set(arms)
     assert "zipage" not in arms
     assert "left out" in notes[0]
     service.document[rivals.CAP_FIELD] = None
-    arms, notes = asyncio.run(make())
+    arms, notes = asyncio.run(make(size))
     assert arms["zipage"].policy[rivals.CAP_FIELD] == 17
     assert not notes
     assert {arm.engine.num_blocks for arm in arms.values()} == {200}
+    arms, _ = asyncio.run(make(replace(size, zipage_buffer_tokens=128)))  # R-KV's budget, buffer
+    assert arms["zipage"].policy[rivals.CAP_FIELD] == 24
 
 
 @pytest.mark.parametrize("size", ["full", "quick", "smoke"])
