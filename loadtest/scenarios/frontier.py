@@ -17,7 +17,7 @@ from loadtest.outcome import Outcome
 from loadtest.probe import Sample, mean_per_step
 from loadtest.scenarios.capacity import block_use, crowded, speed, work
 from loadtest.scenarios.inputs import DOCUMENT, SYNTHETIC, make_jobs, sources
-from loadtest.scenarios.rivals import add_zipage
+from loadtest.scenarios.rivals import FP8, FP8_BYTES_RATIO, add_zipage, make_fp8_arm
 from loadtest.search import highest_feasible
 from loadtest.workloads import Lengths
 
@@ -56,7 +56,7 @@ class Size:
     sweep_repeats: int
     sweep_pools: tuple[int, ...]
     workload: str = DOCUMENT
-    rivals: tuple[str, ...] = ("paged_eviction", "zipage")
+    rivals: tuple[str, ...] = ("fp8", "paged_eviction", "zipage")
     max_model_len: int = 1024
     zipage_buffer_tokens: int = BLOCK_SIZE
 
@@ -105,9 +105,11 @@ def make_engine(size: Size, num_blocks: int) -> Engine:
 
 
 async def make_arms(bench: Bench, size: Size, num_blocks: int) -> dict[str, Arm]:
-    """Native, naive and lazy per policy, and the rivals, on one pool."""
+    """Native, naive and lazy per policy, and the rivals, on a pool of the same bytes."""
     engine = make_engine(size, num_blocks)
     arms = {"native": Arm("native", "off", {}, engine)}
+    if "fp8" in size.rivals and (arm := await make_fp8_arm(bench, engine)):
+        arms[FP8] = arm
     for policy in size.policies:
         document = {"policy": policy, "budget_tokens": size.budget_tokens}
         for mode in ("naive", "lazy"):
@@ -133,7 +135,7 @@ async def run(bench: Bench) -> Outcome:
             await _sweep_all(bench, size, outcome, arms, num_blocks)
         for policy in size.policies:
             ours = f"{policy}/lazy"
-            for theirs in (f"{policy}/naive", "native", "paged_eviction", "zipage"):
+            for theirs in (f"{policy}/naive", "native", FP8, "paged_eviction", "zipage"):
                 for view, metrics in METRICS.items():
                     suffix = f"{view}@{num_blocks}"
                     outcome.compare(ours + suffix, theirs + suffix, metrics)
@@ -150,18 +152,21 @@ async def _saturate(
         jobs = await make_jobs(size.workload, tokenizer, size.saturated, max(repeat, 0))
         result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
         if repeat >= 0:
-            outcome.add(f"{name}@{blocks}", {**saturated(result), **work(result), **speed(result)})
+            found = saturated(result, FP8_BYTES_RATIO if name == FP8 else 1.0)
+            outcome.add(f"{name}@{blocks}", {**found, **work(result), **speed(result)})
 
 
-def saturated(result: Run) -> dict[str, float]:
+def saturated(result: Run, bytes_ratio: float = 1.0) -> dict[str, float]:
     """How many run at once while others wait (if any ever do), and in how many blocks each.
 
-    The peak is over the whole run, as R-KV's stress test reports it.
+    Blocks have the bytes of 16 tokens of the model's type; ``bytes_ratio`` is what a token of this
+    cache takes of that. The peak is over the whole run, as R-KV's stress test reports it.
     """
     crowd = [s for s in crowded(result.samples) if s.running]
     samples = crowd or [s for s in result.samples if s.running]
     size = STOCK_BLOCK_SIZE if result.is_off else BLOCK_SIZE
-    blocks = [s.pool["used_blocks"] * size / BLOCK_SIZE / s.running for s in samples]
+    scale = bytes_ratio * size / BLOCK_SIZE
+    blocks = [s.pool["used_blocks"] * scale / s.running for s in samples]
     running = {"running": mean_per_step(crowd, [s.running for s in crowd])} if crowd else {}
     return {
         **running,

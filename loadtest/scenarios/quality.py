@@ -7,7 +7,8 @@ tokens and logprobs must be equal to the last bit.
 computed, cut to the keep ratio, and what follows is teacher-forced: running text; or a list that is
 copied, values that are looked up, facts that were hidden (unless text alone is asked for). The
 text's context is also continued freely, with evictions as it grows. Full attention is asked twice:
-its row is how far apart two answers to the same question are.
+its row is how far apart two answers to the same question are. Stock vLLM is asked with the model's
+own type and with an fp8 cache: what halving the bytes of each token does, beside dropping tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from loadtest.fleet import Arm
 from loadtest.outcome import Outcome
 from loadtest.scenarios.capacity import RECLAIM_EAGERLY
 from loadtest.scenarios.inputs import long_text, make_jobs, sources
-from loadtest.scenarios.quality_parts import EXACT_FROM, FULL, SIZES, Size, ask, distances
+from loadtest.scenarios.quality_parts import EXACT_FROM, FULL, SIZES, Cell, Size, ask, distances
 from loadtest.scenarios.quality_tasks import make_cases
+from loadtest.scenarios.rivals import make_fp8_arm
 from loadtest.workloads import Job, Lengths
 
 PAPER = "ROUGE-L of vToken and naive differs by −0.0016 in the mean over 144 generations"
@@ -101,8 +103,8 @@ async def _generate(client: Any, job: Job) -> dict[str, Any]:
 
 async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
     """Some cases at a time, in every cell: what is there after an error covers all cells."""
-    arm = Arm("damage", "naive", {}, size.engine())
-    client = await bench.fleet.client(arm)
+    full = size.arm(FULL)
+    client = await bench.fleet.client(full)
     cases = await make_cases(
         client,
         long_text(),
@@ -111,19 +113,23 @@ async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
         size.num_text,
         with_recall=size.with_recall,
     )
-    full = {"policy": FULL}
+    cells = [*size.cells(), *(await _stock_cells(bench, size) if size.with_fp8 else ())]
     for start in range(0, len(cases), size.num_parallel):
         few = cases[start : start + size.num_parallel]
         started = time.monotonic()
-        references = await ask(bench.fleet, arm, full, few, size)
-        for policy, keep_ratio in (("full", 1.0), *size.cells()):
-            is_full = policy == "full"
-            document = full if is_full else {"policy": policy, "keep_ratio": keep_ratio}
-            told = await ask(bench.fleet, arm, document, few, size)
+        references = await ask(bench.fleet, full, few, size)
+        for cell in cells:
+            told = await ask(bench.fleet, cell.arm, few, size)
             for case, ours, reference in zip(few, told, references, strict=True):
-                metrics = distances(case, ours, reference, keep_ratio)
-                outcome.add(f"{policy}@{keep_ratio:g}", metrics)
+                outcome.add(cell.name, distances(case, ours, reference, cell.keep_ratio))
         logger.info("%d cases: %.0f s", start + len(few), time.monotonic() - started)
+
+
+async def _stock_cells(bench: Bench, size: Size) -> list[Cell]:
+    engine = size.engine()
+    fp8 = await make_fp8_arm(bench, engine)
+    stock = Cell("stock", Arm("stock", "off", {}, engine))
+    return [stock, Cell("stock, fp8", fp8)] if fp8 else [stock]
 
 
 def _describe(size: Size) -> dict[str, Any]:
@@ -141,6 +147,7 @@ def _describe(size: Size) -> dict[str, Any]:
         found["damage"] = {
             "policies": list(size.policies),
             "keep_ratios": list(size.keep_ratios),
+            "with_fp8": size.with_fp8,
             "text": long_text().source,
             "cases": size.num_cases,
             "context_tokens": size.num_context,

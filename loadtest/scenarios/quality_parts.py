@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,26 @@ NUM_TOP = 20
 EXACT_FROM = 0.9
 """Keep ratio from which it is said whether a continuation is the same, word for word. Below it
 hardly any is, which says nothing about how much worse it is."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is compared with full attention.
+
+    Attributes:
+        label: in tables and files, with the keep ratio behind it.
+        arm: the service that is asked, and its policy document.
+        keep_ratio: share of the context's tokens that is kept.
+    """
+
+    label: str
+    arm: Arm
+    keep_ratio: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """Of its arm in the outcome."""
+        return f"{self.label}@{self.keep_ratio:g}"
 
 
 @dataclass(frozen=True)
@@ -46,12 +66,22 @@ class Size:
     identity_workload: str = CONVERSATION
     base_engine: Engine = field(default_factory=Engine)
     num_parallel: int = 4
+    with_fp8: bool = False
 
-    def cells(self) -> Iterator[tuple[str, float]]:
-        """Policy and keep ratio."""
-        for policy in self.policies:
-            for ratio in self.keep_ratios:
-                yield policy, ratio
+    def cells(self) -> list[Cell]:
+        """Full attention again, and every policy at every ratio."""
+        grid = [(policy, ratio) for policy in self.policies for ratio in self.keep_ratios]
+        return [
+            Cell("full", self.arm(FULL)),
+            *(Cell(policy, self.arm(policy, ratio), ratio) for policy, ratio in grid),
+        ]
+
+    def arm(self, policy: str, keep_ratio: float | None = None) -> Arm:
+        """A policy on the service that they all share."""
+        document: dict[str, Any] = {"policy": policy}
+        if keep_ratio is not None:
+            document["keep_ratio"] = keep_ratio
+        return Arm("damage", "naive", document, self.engine())
 
     def engine(self) -> Engine:
         """An engine that computes a context by itself and what follows it in the next step."""
@@ -62,7 +92,7 @@ class Size:
 ALL = ("h2o", "snapkv", "scissorhands", "random", "streaming_llm", "paged_eviction")
 RATIOS = (0.9, 0.75, 0.5, 0.25)
 SIZES = {
-    "full": Size(("random", "h2o"), 72, 256, 48, ALL, RATIOS, 40, 512, 256, 64),
+    "full": Size(("random", "h2o"), 72, 256, 48, ALL, RATIOS, 40, 512, 256, 64, with_fp8=True),
     "quick": Size(("random",), 12, 256, 48, ("h2o", "random"), (0.9, 0.5), 4, 512, 256, 48),
     "smoke": Size(
         ("random",),
@@ -97,9 +127,7 @@ class Told:
     continued: Sequence[int] | None
 
 
-async def ask(
-    fleet: Fleet, arm: Arm, document: Mapping[str, Any], cases: Sequence[Case], size: Size
-) -> list[Told]:
+async def ask(fleet: Fleet, arm: Arm, cases: Sequence[Case], size: Size) -> list[Told]:
     """All cases under one policy document: teacher-forced, then continued freely.
 
     For the first part the cut comes between the context and its tail, in the middle of the
@@ -109,11 +137,12 @@ async def ask(
     Raises:
         RuntimeError: nothing was evicted where something should have been.
     """
-    client = await fleet.client(replace(arm, policy={**document, "evict_during_prefill": True}))
-    forced = [[await _force(client, part, document["policy"]) for part in case] for case in cases]
+    cut = replace(arm, policy={**arm.policy, "evict_during_prefill": True})
+    client = await fleet.client(cut)
+    forced = [[await _force(client, part, arm) for part in case] for case in cases]
     if not size.num_continued:
         return [Told(passages, None) for passages in forced]
-    client = await fleet.client(replace(arm, policy=document))
+    client = await fleet.client(arm)
     contexts = [case[0].prompt[: size.num_context] for case in cases]
     continued = await asyncio.gather(*(_continue(client, c, size) for c in contexts))
     return [Told(*pair) for pair in zip(forced, continued, strict=True)]
@@ -144,14 +173,16 @@ def distances(case: Case, ours: Told, reference: Told, keep_ratio: float) -> dic
     return found
 
 
-async def _force(client: Client, passage: Passage, policy: str) -> Distributions:
+async def _force(client: Client, passage: Passage, arm: Arm) -> Distributions:
+    receipt = {} if arm.is_off else {"vllm_xargs": {"vtoken_receipt": True}}
     answer = await client.complete(
         prompt=list(passage.prompt),
         max_tokens=1,
         temperature=0,
         prompt_logprobs=NUM_TOP if "text" in passage.scored else 1,
-        vllm_xargs={"vtoken_receipt": True},
+        **receipt,
     )
+    policy = arm.policy.get("policy", FULL)
     if policy != FULL and not answer["vtoken"]["evicted_tokens"]:
         raise RuntimeError(f"{policy} evicted nothing between a context and its tail")
     entries = answer["choices"][0]["prompt_logprobs"]

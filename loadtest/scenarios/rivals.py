@@ -1,13 +1,36 @@
-"""Rivals that not every service has: looked for when the scenario runs."""
+"""What else saves KV memory: a cap of blocks per request, and keys and values in eight bits."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from loadtest.bench import Bench
-from loadtest.fleet import BLOCK_SIZE, Arm
+from loadtest.fleet import BLOCK_SIZE, Arm, Engine
+from loadtest.server import StartError
 
 CAP_FIELD = "max_blocks_per_request"
+FP8 = "native, fp8"
+FP8_BYTES_RATIO = 0.5
+"""Bytes of a token in an fp8 cache over those in the bf16 cache of the other arms."""
+
+
+async def make_fp8_arm(bench: Bench, engine: Engine) -> Arm | None:
+    """Stock vLLM with an fp8 cache: as many bytes as ``engine`` has, so more blocks.
+
+    Returns:
+        None, and says so in the notes, if vLLM does not start with one here: on CPUs it needs
+        AVX-512 or AMX.
+    """
+    num_blocks = round(engine.num_blocks / FP8_BYTES_RATIO)
+    flags = {**engine.flags, "kv-cache-dtype": "fp8"}
+    arm = Arm(FP8, "off", {}, replace(engine, num_blocks=num_blocks, flags=flags))
+    try:
+        await bench.fleet.client(arm)
+    except StartError as error:
+        bench.notes.append(f"vLLM does not start with an fp8 cache here, it is left out: {error}")
+        return None
+    return arm
 
 
 async def add_zipage(

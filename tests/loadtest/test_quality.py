@@ -148,6 +148,16 @@ def test_running_text_can_be_asked_for_alone(service, tmp_path):
     assert result["config"]["damage"]["with_recall"] is False
 
 
+def test_stock_vllm_and_an_fp8_cache_are_asked_the_same(service, tmp_path):
+    """On services of their own, without anything of the token layer in the request."""
+    overrides = {"identity_policies": [], "policies": [], "with_fp8": True}
+    assert "damage" not in measure(service, tmp_path, **overrides)["config"]  # that part is out
+    result = measure(service, tmp_path, **{**overrides, "policies": ["random"]})
+    assert set(result["arms"]) == {"full@1", "stock@1", "stock, fp8@1", "random@0.5"}
+    forced = [body for body in service.requests if "prompt_logprobs" in body]
+    assert sum("vllm_xargs" in body for body in forced) == len(forced) * 3 // 5
+
+
 def test_every_cell_gets_every_case_some_at_a_time(service, tmp_path):
     """Three cases by two; the cut falls into the prefill where the tail is teacher-forced."""
     overrides = {"num_cases": 3, "num_parallel": 2, "identity_policies": []}

@@ -12,7 +12,7 @@ from loadtest import plots, scenarios
 from loadtest.bench import Bench, Load, Run
 from loadtest.cli import run_one
 from loadtest.documents import generated_document
-from loadtest.fleet import Arm
+from loadtest.fleet import Arm, Engine
 from loadtest.latency import Answer
 from loadtest.outcome import Outcome
 from loadtest.probe import Metrics, Sample
@@ -27,6 +27,7 @@ from loadtest.scenarios import (
     sensitivity,
     waste,
 )
+from loadtest.server import StartError
 from loadtest.sharegpt import join_threads
 from loadtest.workloads import Job, Lengths
 from tests.loadtest.fake_fleet import FakeFleet
@@ -230,6 +231,8 @@ def test_native_blocks_are_counted_in_tokens():
     samples = [make_sample(4, 8, steps=n) for n in range(4)]
     ours, native = (frontier.saturated(make_run(samples, is_off=off)) for off in (False, True))
     assert native["blocks_per_running_request"] == 2 * ours["blocks_per_running_request"]
+    fp8 = frontier.saturated(make_run(samples, is_off=True), rivals.FP8_BYTES_RATIO)
+    assert fp8["blocks_per_running_request"] == ours["blocks_per_running_request"]
     assert ours["running"] == ours["peak_running"] == 4
 
 
@@ -267,9 +270,29 @@ def test_frontier_arms_cover_modes_policies_and_rivals(service, tmp_path):
     arms, notes = asyncio.run(make(size))
     assert arms["zipage"].policy[rivals.CAP_FIELD] == 17
     assert not notes
-    assert {arm.engine.num_blocks for arm in arms.values()} == {200}
+    assert {arm.engine.num_blocks for arm in arms.values() if arm.name != rivals.FP8} == {200}
+    fp8 = arms[rivals.FP8]
+    assert (fp8.mode, fp8.engine.num_blocks) == ("off", 400)
+    assert "fp8" in fp8.engine.arguments("off")
     arms, _ = asyncio.run(make(replace(size, zipage_buffer_tokens=128)))  # R-KV's budget, buffer
     assert arms["zipage"].policy[rivals.CAP_FIELD] == 24
+
+
+def test_a_cpu_without_fp8_caches_leaves_that_rival_out(service, tmp_path, monkeypatch):
+    """And the reason is in the report."""
+
+    async def refuse(_fleet, arm):
+        raise StartError("FP8 KV cache on CPU requires x86 with AVX-512 or AMX.")
+
+    async def make():
+        async with FakeFleet(service, tmp_path) as fleet:
+            bench = Bench(fleet)
+            return await rivals.make_fp8_arm(bench, Engine()), bench.notes
+
+    monkeypatch.setattr(FakeFleet, "_start", refuse)
+    arm, notes = asyncio.run(make())
+    assert arm is None
+    assert "AVX-512" in notes[0]
 
 
 @pytest.mark.parametrize("size", ["full", "quick", "smoke"])
