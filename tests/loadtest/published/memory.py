@@ -1,0 +1,307 @@
+"""Tables of docs/evaluation.md about blocks: what is held, wasted, copied, and how much fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.loadtest.published.cells import Cell, joined, marked, mean, percent, plain, ratio
+from tests.loadtest.published.numbers import number
+from tests.loadtest.published.results import Result
+from tests.loadtest.published.tables import Column, Row, Table
+
+RETAINED = "retained_blocks_per_request"
+
+WASTE = Table(
+    name="waste",
+    source="waste",
+    labels=["policy"],
+    columns=[
+        Column("F", mean("waste_ratio", 2)),
+        Column("blocks at most half full", percent("low_utilization_block_ratio")),
+        Column("blocks held over needed, decoding", mean("retained_over_ideal", 2)),
+        Column(
+            "held / needed at the end",
+            joined(" / ", plain("end_retained_blocks", 1), plain("end_ideal_blocks", 1)),
+        ),
+    ],
+    rows=[
+        Row(["`random`"], "document/random"),
+        Row(["`h2o`"], "document/h2o"),
+        Row(["`streaming_llm`"], "document/streaming_llm"),
+        Row(["paper, scattered policies"], cells=["0.40 … 0.60", "56 … 67 %", "", ""]),
+    ],
+)
+
+
+def paired(workload: str) -> Table:
+    """Blocks held in ``naive`` and ``lazy``, and by the rivals."""
+    return Table(
+        name=f"paired, {workload}",
+        source="paired",
+        labels=["policy", "mode"],
+        columns=[
+            Column("blocks per request", mean(RETAINED, 1)),
+            Column("utilisation", percent("utilization")),
+            Column("blocks at most half full", percent("low_utilization_block_ratio")),
+            Column("held at the end", plain("end_retained_blocks", 1)),
+            Column("needed", plain("end_ideal_blocks", 1)),
+            Column("tokens copied", plain("relocated_tokens", nearest=10)),
+        ],
+        rows=[
+            Row(["`h2o`", "naive"], f"{workload}/h2o/naive"),
+            Row(["`h2o`", "lazy"], f"{workload}/h2o/lazy"),
+            Row(["`random`", "naive"], f"{workload}/random/naive"),
+            Row(["`random`", "lazy"], f"{workload}/random/lazy"),
+            Row(["`paged_eviction`", "naive"], f"{workload}/paged_eviction/naive"),
+            Row(["zipage, `h2o`", "lazy"], f"{workload}/zipage"),
+        ],
+    )
+
+
+def saved(policy: str) -> Cell:
+    """What ``lazy`` holds less than ``naive``; the key is the workload."""
+
+    def cell(result: Result, key: str) -> str:
+        found = result.ratio(RETAINED, f"{key}/{policy}/lazy", f"{key}/{policy}/naive")
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
+        less, high, low = (number(100 * (x - 1), 1) for x in (found.value, found.high, found.low))
+        return f"{less} % ({high} … {low})"
+
+    return cell
+
+
+def gained(result: Result, key: str) -> str:
+    """Points of utilisation under ``h2o`` and ``random``; the key is the workload."""
+
+    def points(policy: str) -> str:
+        lazy, naive = (
+            result.mean(f"{key}/{policy}/{mode}", "utilization") for mode in ("lazy", "naive")
+        )
+        assert lazy is not None
+        assert naive is not None
+        return f"+{number(100 * (lazy.value - naive.value), 1)}"
+
+    return f"{points('h2o')} and {points('random')} points"
+
+
+def half_full(result: Result, key: str) -> str:
+    """Share of blocks that ``naive`` leaves at most half full; the key is the workload."""
+    metric = "low_utilization_block_ratio"
+    shares = (
+        plain(metric, arm=f"{key}/{policy}/naive", scale=100)(result, "")
+        for policy in ("h2o", "random")
+    )
+    return f"{' and '.join(shares)} %"
+
+
+def _of_workload(cell: Cell, workload: str) -> Cell:
+    return lambda result, _: cell(result, workload)
+
+
+def _by_workload(label: str, cell: Cell, paper: str) -> Row:
+    cells = [_of_workload(cell, workload) for workload in ("document", "conversation")]
+    return Row([label], cells=[*cells, paper])
+
+
+PAIRED_RATIOS = Table(
+    name="paired, lazy against naive",
+    source="paired",
+    labels=["lazy against naive"],
+    columns=[Column(head) for head in ("document", "conversation", "paper")],
+    rows=[
+        _by_workload("retained blocks, `h2o`", saved("h2o"), "−27.2 … −72.3 % over policies"),
+        _by_workload("retained blocks, `random`", saved("random"), ""),
+        _by_workload("utilisation", gained, "+21.7 and +21.9 points"),
+        _by_workload("blocks at most half full, naive", half_full, "56–67 %, `random` worst"),
+    ],
+)
+
+POOLS = {"200": "tight, 200", "425": "roomy, 425"}
+
+FRONTIER = Table(
+    name="frontier",
+    source="frontier",
+    labels=["blocks", "arm"],
+    columns=[
+        Column("running while others wait", mean("running", 1)),
+        Column("blocks per running request", mean("blocks_per_running_request", 1)),
+        Column("engine steps", mean("steps")),
+        Column("output tokens per step", mean("output_tokens_per_step", 1)),
+        Column("preemptions", mean("preemptions")),
+        Column("tokens copied", plain("relocated_tokens", nearest=100, missing="–")),
+    ],
+    rows=[
+        Row([label, arm], f"{name}@{pool}")
+        for pool, label in POOLS.items()
+        for name, arm in (
+            ("native", "native (mode `off`)"),
+            ("random/naive", "`random`, naive"),
+            ("random/lazy", "`random`, lazy"),
+            ("paged_eviction", "`paged_eviction`"),
+            ("zipage", "zipage, `random`"),
+        )
+    ],
+)
+
+_PAPER = {"200": "5 → 8 requests", "425": "11 → 22 requests"}
+
+FRONTIER_RATIOS = Table(
+    name="frontier, lazy against others",
+    source="frontier",
+    labels=["lazy against", ""],
+    columns=[
+        Column("running at once"),
+        Column("output tokens per step"),
+        Column("blocks per running request"),
+        Column("paper"),
+    ],
+    rows=[
+        Row(
+            [label, POOLS[pool].partition(",")[0]],
+            cells=[
+                *(
+                    ratio(metric, f"{name}@{pool}", f"random/lazy@{pool}")
+                    for metric in (
+                        "running",
+                        "output_tokens_per_step",
+                        "blocks_per_running_request",
+                    )
+                ),
+                _PAPER[pool] if name in ("random/naive", "native") else "",
+            ],
+        )
+        for name, label in (
+            ("random/naive", "naive"),
+            ("native", "native"),
+            ("paged_eviction", "`paged_eviction`"),
+            ("zipage", "zipage"),
+        )
+        for pool in POOLS
+    ],
+)
+
+
+def found_in_cache(result: Result, key: str) -> str:
+    """In words; the three arms agree. The key is the sharing degree."""
+    arms = [f"{mode}@{key}" for mode in ("naive", "lazy", "lazy, shared too")]
+    shares = {tuple(result.samples(arm, "prefix_hit_ratio")) for arm in arms}
+    assert shares == {(0.5,) * 5}, shares
+    return "half, in every arm"
+
+
+PREFIX = Table(
+    name="prefix",
+    source="prefix",
+    labels=["sharing degree"],
+    columns=[
+        Column("naive", mean("used_blocks", 1, "naive@{}")),
+        Column("lazy", mean("used_blocks", 1, "lazy@{}")),
+        Column("lazy / naive", ratio("used_blocks", "naive@{}", "lazy@{}")),
+        Column(
+            "lazy, `relocate_shared` / naive",
+            ratio("used_blocks", "naive@{}", "lazy, shared too@{}"),
+        ),
+        Column("prompt tokens found in the cache", found_in_cache),
+    ],
+    rows=[Row([degree], degree) for degree in ("1", "4")],
+    align="rrrrrr",
+)
+
+
+_SETTINGS = {
+    "theta_f": ("θ_F", "0.25", ("0.05", "0.1", "0.25", "0.5", "0.7", "0.9")),
+    "keep_ratio": ("keep ratio", "0.5", ("0.3", "0.4", "0.5", "0.6", "0.7")),
+    "max_source_blocks": ("B, source blocks per plan", "32", ("2", "8", "32")),
+    "evict_interval_tokens": ("tokens between evictions", "16", ("1", "16", "64")),
+    "block_size": ("block size", "16", ("16", "32", "48", "64")),
+}
+"""Label, default and values of each setting."""
+
+
+def slots(result: Result, key: str) -> str:
+    """Held blocks in tokens."""
+    held = result.mean(key, "end_retained_blocks")
+    assert held is not None
+    setting, _, value = key.partition("@")
+    return number(held.value * (int(value) if setting == "block_size" else 16))
+
+
+def _against_default(metric: str) -> Cell:
+    def cell(result: Result, key: str) -> str:
+        setting = key.partition("@")[0]
+        return ratio(metric, f"{setting}@{_SETTINGS[setting][1]}")(result, key)
+
+    return cell
+
+
+def _values(settings: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Label, value (the default in bold) and key of each arm."""
+    return [
+        (label, f"**{value}**" if value == default else value, f"{setting}@{value}")
+        for setting in settings
+        for label, default, values in [_SETTINGS[setting]]
+        for value in values
+    ]
+
+
+SENSITIVITY = Table(
+    name="sensitivity",
+    source="sensitivity",
+    labels=["setting", "value"],
+    columns=[
+        Column("blocks held", mean("end_retained_blocks", 1)),
+        Column("needed", plain("end_ideal_blocks")),
+        Column("slots", slots),
+        Column("tokens copied", mean("relocated_tokens")),
+        Column("plans", mean("relocations")),
+        Column("tokens per second", mean("output_throughput", 1)),
+        Column("against default", _against_default("output_throughput")),
+        Column("p95, s", mean("p95_e2el_ms", 2, scale=1e-3)),
+        Column("against default", _against_default("p95_e2el_ms")),
+    ],
+    rows=[Row([label, value], key) for label, value, key in _values(list(_SETTINGS))],
+    align="lrrrrrrrrrr",
+)
+
+SENSITIVITY_LONG = Table(
+    name="sensitivity, longer requests",
+    source="sensitivity_long",
+    labels=["θ_F"],
+    columns=[
+        Column("blocks held at the end, per request", mean("end_retained_blocks", 1)),
+        Column("needed", plain("end_ideal_blocks")),
+        Column("tokens copied for the load", mean("relocated_tokens", nearest=10)),
+        Column("plans", mean("relocations")),
+    ],
+    rows=[Row([value], key) for _, value, key in _values(["theta_f"])],
+    align="rrrrr",
+)
+
+SWEEP = Table(
+    name="frontier, clients",
+    source="frontier_sweep",
+    labels=[""],
+    columns=[
+        Column("native", mean("highest_feasible", arm="native, sweep@{}")),
+        Column("`random`, naive", mean("highest_feasible", arm="random/naive, sweep@{}")),
+        Column("`random`, lazy", marked(mean("highest_feasible", arm="random/lazy, sweep@{}"))),
+        Column("`paged_eviction`", mean("highest_feasible", arm="paged_eviction, sweep@{}")),
+        Column("paper", "5, 5 and 8"),
+    ],
+    rows=[Row(["highest number of clients"], "200")],
+)
+
+TABLES = [
+    WASTE,
+    paired("document"),
+    paired("conversation"),
+    PAIRED_RATIOS,
+    FRONTIER,
+    FRONTIER_RATIOS,
+    SWEEP,
+    PREFIX,
+    SENSITIVITY,
+    SENSITIVITY_LONG,
+]
