@@ -284,6 +284,20 @@ def test_runbooks_name_metrics_and_settings_that_exist() -> None:
 
 
 @pytest.mark.k8s
+def test_runbooks_name_panels_that_exist() -> None:
+    """A line that names a dashboard names panels of it."""
+    panels = {d.title.rpartition(" / ")[2]: {p.title for p in d.panels()} for d in DASHBOARDS}
+    found = 0
+    for path in RUNBOOKS.glob("*.md"):
+        for item in path.read_text().replace("\n  ", " ").splitlines():
+            if match := re.search(r"[Dd]ashboard \*(\w+)\*(.*)", item):
+                named = set(re.findall(r"\*([^*]+)\*", match[2]))
+                assert named <= panels[match[1]], f"{path.name}: {named}"
+                found += len(named)
+    assert found > 5
+
+
+@pytest.mark.k8s
 def test_alerts_use_metrics_that_exist_and_only_this_release(rules) -> None:
     """Names are real, and each selector has the release's matchers."""
     known = series(our_families()) | series(vllm_families())
