@@ -29,9 +29,9 @@ class Figure:
         return Figure(self.value * scale, *ends)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Result:
-    """One JSON.
+    """One JSON; equal to itself only, so that what is computed of it can be kept.
 
     Attributes:
         name: its file's, without ``.json``.
