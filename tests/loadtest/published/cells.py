@@ -82,6 +82,20 @@ def paired_ratio(metric: str, theirs: str, ours: str = "{}", digits: int = 2) ->
     return cell
 
 
+def beyond(metric: str, theirs: str, ours: str = "{}", digits: int = 3) -> Cell:
+    """``+0.036 (0.005 … 0.071)``: mean difference in the same cases; empty against itself."""
+
+    def cell(result: Result, key: str) -> str:
+        names = ours.format(key), theirs.format(key)
+        if names[0] == names[1]:
+            return ""
+        found = results.difference(result, metric, *names)
+        sign = "+" if found.value > 0 else ""
+        return f"{sign}{number(found.value, digits)}{interval(found, digits)}"
+
+    return cell
+
+
 def times(figure: results.Figure, digits: int = 2) -> str:
     """``× 1.27 (1.26 … 1.30)``."""
     return f"× {number(figure.value, digits)}{interval(figure, digits)}"

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from loadtest.statistics import estimate_mean
 from tests.loadtest.published.cells import Cell
 from tests.loadtest.published.numbers import number
-from tests.loadtest.published.results import Figure, Result, load, of_estimate
+from tests.loadtest.published.results import Figure, Result, load
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,6 @@ def means(metric: str, arms: Sequence[str]) -> Callable[[Result], list[float]]:
 def samples(metric: str, arms: Sequence[str]) -> Callable[[Result], list[float]]:
     """All of several arms."""
     return lambda result: [x for arm in arms for x in result.samples(arm, metric)]
-
-
-@cache
-def difference(result: Result, metric: str, ours: str, theirs: str) -> Figure:
-    """Mean difference in the same cases, which are the samples."""
-    pairs = zip(result.samples(ours, metric), result.samples(theirs, metric), strict=True)
-    return of_estimate(estimate_mean([a - b for a, b in pairs]))
 
 
 def half_width(figure: Figure) -> float:

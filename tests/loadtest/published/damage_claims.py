@@ -6,10 +6,10 @@ from collections.abc import Callable
 from itertools import combinations
 
 from tests.loadtest.published.cells import Cell, plain
-from tests.loadtest.published.computed import Claim, difference, half_width, means, span, value
+from tests.loadtest.published.computed import Claim, half_width, means, span, value
 from tests.loadtest.published.numbers import interval, number
 from tests.loadtest.published.quality import POLICIES
-from tests.loadtest.published.results import Result
+from tests.loadtest.published.results import Result, difference
 
 SOURCE = "quality_damage"
 TEXT, KL = "nll_above_full", "kl_top20"

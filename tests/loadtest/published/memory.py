@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tests.loadtest.published.cells import Cell, joined, marked, mean, percent, plain, ratio
+from tests.loadtest.published.cells import Cell, joined, marked, mean, of, percent, plain, ratio
 from tests.loadtest.published.numbers import number
 from tests.loadtest.published.results import Result
 from tests.loadtest.published.tables import Column, Row, Table
@@ -279,19 +280,41 @@ SENSITIVITY_LONG = Table(
     align="rrrrr",
 )
 
-SWEEP = Table(
-    name="frontier, clients",
-    source="frontier_sweep",
-    labels=[""],
-    columns=[
-        Column("native", mean("highest_feasible", arm="native, sweep@{}")),
-        Column("`random`, naive", mean("highest_feasible", arm="random/naive, sweep@{}")),
-        Column("`random`, lazy", marked(mean("highest_feasible", arm="random/lazy, sweep@{}"))),
-        Column("`paged_eviction`", mean("highest_feasible", arm="paged_eviction, sweep@{}")),
-        Column("paper", "5, 5 and 8"),
-    ],
-    rows=[Row(["highest number of clients"], "200")],
-)
+
+@dataclass(frozen=True)
+class Sweep:
+    """One row of :func:`clients`.
+
+    Attributes:
+        label: of the row.
+        source: name of the JSON; its arms are ``random/lazy, sweep@POOL`` and so on.
+        pool: blocks.
+        paper: what the paper has, in words.
+    """
+
+    label: str
+    source: str
+    pool: int
+    paper: str
+
+
+def clients(name: str, sweeps: Sequence[Sweep]) -> Table:
+    """The highest number of clients that a pool bears; – where an arm was not swept."""
+    arms = ("native", "random/naive", "random/lazy", "paged_eviction")
+
+    def highest(arm: str) -> Cell:
+        shown = mean("highest_feasible", arm=arm)
+        return lambda result, key: shown(result, key) if arm in result.data["arms"] else "–"
+
+    def row(sweep: Sweep) -> Row:
+        cells = [of(sweep.source, highest(f"{arm}, sweep@{sweep.pool}")) for arm in arms]
+        cells[2] = marked(cells[2])
+        return Row([sweep.label], cells=[*cells, sweep.paper])
+
+    heads = ("native", "`random`, naive", "`random`, lazy", "`paged_eviction`", "paper")
+    columns = [Column(head) for head in heads]
+    return Table(name, "", [""], columns, [row(sweep) for sweep in sweeps])
+
 
 TABLES = [
     WASTE,
@@ -300,7 +323,10 @@ TABLES = [
     PAIRED_RATIOS,
     FRONTIER,
     FRONTIER_RATIOS,
-    SWEEP,
+    clients(
+        "frontier, clients",
+        [Sweep("highest number of clients", "frontier_sweep", 200, "5, 5 and 8")],
+    ),
     PREFIX,
     SENSITIVITY,
     SENSITIVITY_LONG,

@@ -1,4 +1,11 @@
-"""All tables that are rendered, by page of docs/."""
+"""All tables that are rendered, by page of docs/.
+
+A new result gets a table in four steps: put its JSON into ``docs/evaluation/``; add a description to
+``memory.py``, ``speed.py`` or ``quality.py`` (there are functions for overhead at another context,
+closed and open loops, sweeps of clients, and damage to text); put
+``<!-- table: NAME -->`` and ``<!-- end -->`` on lines of their own where it belongs; and run
+``python -m tests.loadtest.published --write``.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.loadtest.published.cells import Cell, detail, joined, marked, mean, plain
+from collections.abc import Sequence
+
+from tests.loadtest.published.cells import Cell, beyond, detail, joined, marked, mean, plain
 from tests.loadtest.published.tables import Column, Row, Table
 
 IDENTITY = Table(
@@ -77,5 +79,43 @@ DAMAGE_SHARES = Table(
         *(Row([f"`{policy}`"], policy) for policy in POLICIES),
     ],
 )
+
+
+def damage_of_text(
+    name: str, source: str, keeps: Sequence[str], policies: Sequence[str] = POLICIES
+) -> Table:
+    """What is lost of running text alone, and how far from ``streaming_llm`` in the same cases.
+
+    Args:
+        name: of the table.
+        source: name of the JSON; its arms are ``POLICY@KEEP``.
+        keeps: keep ratios.
+        policies: the rows at each.
+    """
+    metrics = {"kl_top20": "KL", "nll_above_full": "text"}
+    return Table(
+        name=name,
+        source=source,
+        labels=["keep ratio", "policy"],
+        columns=[
+            Column("KL", mean("kl_top20", 3)),
+            Column("same first choice", plain("top1_same", 2)),
+            Column("text", mean("nll_above_full", 3)),
+            *(Column(f"{head}, against `streaming_llm`") for head in metrics.values()),
+        ],
+        rows=[
+            Row(
+                [keep, f"`{policy}`"],
+                f"{policy}@{keep}",
+                instead={
+                    3 + i: beyond(metric, f"streaming_llm@{keep}")
+                    for i, metric in enumerate(metrics)
+                },
+            )
+            for keep in keeps
+            for policy in policies
+        ],
+    )
+
 
 TABLES = [IDENTITY, DAMAGE, DAMAGE_SHARES]

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from loadtest.statistics import Estimate, estimate_ratio
+from loadtest.statistics import Estimate, estimate_mean, estimate_ratio
 
 DOCS = Path(__file__).parents[3] / "docs"
 FOLDER = DOCS / "evaluation"
@@ -56,12 +56,19 @@ class Result:
         return None if found is None else Figure(found["mean"], *(found["ci95"] or ()))
 
     def samples(self, arm: str, metric: str) -> list[float]:
-        """Of the repeats, in their order.
+        """Of the repeats that could say, in their order.
 
         Raises:
             KeyError: there is no such arm or metric.
         """
-        return list(self.data["arms"][arm][metric]["samples"])
+        found = self.data["arms"][arm][metric]["samples"]
+        return [value for value in found if value is not None]
+
+    def pairs(self, metric: str, ours: str, theirs: str) -> tuple[list[float], list[float]]:
+        """Samples of both arms from the repeats in which both could say; raises as above."""
+        both = (self.data["arms"][arm][metric]["samples"] for arm in (ours, theirs))
+        known = [pair for pair in zip(*both, strict=True) if None not in pair]
+        return [a for a, _ in known], [b for _, b in known]
 
     def ratio(self, metric: str, ours: str, theirs: str) -> Figure | None:
         """As the scenario compared them; None if it did not.
@@ -75,7 +82,14 @@ class Result:
 
     def paired_ratio(self, metric: str, ours: str, theirs: str) -> Figure:
         """From the samples of the same repeats, for pairs that the scenario did not compare."""
-        return of_estimate(estimate_ratio(self.samples(ours, metric), self.samples(theirs, metric)))
+        return of_estimate(estimate_ratio(*self.pairs(metric, ours, theirs)))
+
+
+@cache
+def difference(result: Result, metric: str, ours: str, theirs: str) -> Figure:
+    """Mean difference in the same cases, which are the samples."""
+    pairs = result.pairs(metric, ours, theirs)
+    return of_estimate(estimate_mean([a - b for a, b in zip(*pairs, strict=True)]))
 
 
 def of_estimate(estimate: Estimate) -> Figure:

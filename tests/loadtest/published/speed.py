@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.loadtest.published.cells import (
     Cell,
     extremes,
@@ -47,26 +49,69 @@ FRONTIER_DOCUMENT = Table(
     ],
 )
 
-_TOKENS = mean("output_throughput", 1, "random/lazy@{}")
 
-SLA = Table(
-    name="sla",
-    source="sla",
-    labels=["clients"],
-    columns=[
-        Column("tokens per second, naive", mean("output_throughput", 1, "random/naive@{}")),
-        Column("lazy", _TOKENS),
-        Column("p95 latency, naive, s", mean("p95_e2el_ms", 1, "random/naive@{}", scale=1e-3)),
-        Column("lazy", mean("p95_e2el_ms", 1, "random/lazy@{}", scale=1e-3)),
-        Column("preemptions, naive", extremes("preemptions", "random/naive@{}")),
-        Column("lazy", extremes("preemptions", "random/lazy@{}")),
-    ],
-    rows=[
-        Row([clients], clients, instead={1: marked(_TOKENS)} if clients == "10" else {})
-        for clients in ("4", "5", "6", "8", "10", "12")
-    ],
-    align="rrrrrrr",
-)
+def closed_loops(
+    name: str, source: str, clients: Sequence[int], *, best: int, policy: str = "random"
+) -> Table:
+    """Throughput and latency of ``naive`` and ``lazy`` by the number of clients.
+
+    Args:
+        name: of the table.
+        source: name of the JSON; its arms are ``POLICY/lazy@CLIENTS`` and so on.
+        clients: the rows.
+        best: where ``lazy`` has its highest throughput, in bold.
+        policy: of both.
+    """
+    naive, lazy = (f"{policy}/{mode}@{{}}" for mode in ("naive", "lazy"))
+    tokens = mean("output_throughput", 1, lazy)
+    return Table(
+        name=name,
+        source=source,
+        labels=["clients"],
+        columns=[
+            Column("tokens per second, naive", mean("output_throughput", 1, naive)),
+            Column("lazy", tokens),
+            Column("p95 latency, naive, s", mean("p95_e2el_ms", 1, naive, scale=1e-3)),
+            Column("lazy", mean("p95_e2el_ms", 1, lazy, scale=1e-3)),
+            Column("preemptions, naive", extremes("preemptions", naive)),
+            Column("lazy", extremes("preemptions", lazy)),
+        ],
+        rows=[
+            Row([str(count)], str(count), instead={1: marked(tokens)} if count == best else {})
+            for count in clients
+        ],
+        align="rrrrrrr",
+    )
+
+
+def open_loops(name: str, source: str, rates: Sequence[float], *, policy: str = "random") -> Table:
+    """What arrives, what is answered within the limit, and how late, in ``naive`` and ``lazy``.
+
+    Args:
+        name: of the table.
+        source: name of the JSON; its arms are ``POLICY/lazy open@RATE`` and so on.
+        rates: requests per second that arrive, the rows.
+        policy: of both.
+    """
+    naive, lazy = (f"{policy}/{mode} open@{{}}" for mode in ("naive", "lazy"))
+    return Table(
+        name=name,
+        source=source,
+        labels=["requests per second"],
+        columns=[
+            Column("within the limit per second, naive", mean("request_goodput", 2, naive)),
+            Column("lazy", mean("request_goodput", 2, lazy)),
+            Column("lazy / naive", ratio("request_goodput", naive, lazy)),
+            Column("p95 latency, naive, s", mean("p95_e2el_ms", 1, naive, scale=1e-3)),
+            Column("lazy", mean("p95_e2el_ms", 1, lazy, scale=1e-3)),
+            Column("lazy / naive", ratio("p95_e2el_ms", naive, lazy)),
+            Column("preemptions, naive", extremes("preemptions", naive)),
+            Column("lazy", extremes("preemptions", lazy)),
+        ],
+        rows=[Row([f"{rate:g}"], f"{rate:g}") for rate in rates],
+        align="r" * 9,
+    )
+
 
 STOCK = ("stock vLLM (mode `off`)", "stock")
 ARMS = (
@@ -206,7 +251,7 @@ GUIDELLM = Table(
 
 TABLES = [
     FRONTIER_DOCUMENT,
-    SLA,
+    closed_loops("sla", "sla", (4, 5, 6, 8, 10, 12), best=10),
     overhead("overhead", "overhead", 512, arms=(*ARMS, SYNCHRONOUS)),
     HOG,
     overhead("overhead, 256 tokens", "overhead_short", 256),
