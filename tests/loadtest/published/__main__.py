@@ -1,4 +1,4 @@
-"""Writes the tables of docs/evaluation.md anew from the JSONs, or says where they differ.
+"""Writes the tables of docs/ anew from the published JSONs, or says where they differ.
 
 python -m tests.loadtest.published --write
 python -m tests.loadtest.published --check    # exit code 1 if a cell is not what its JSON says
