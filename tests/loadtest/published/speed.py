@@ -255,13 +255,8 @@ TABLES = [
     overhead("overhead", "overhead", 512, arms=(*ARMS, SYNCHRONOUS)),
     HOG,
     overhead("overhead, 256 tokens", "overhead_short", 256),
-    overhead(
-        "overhead, 1024 tokens",
-        "overhead_contexts",
-        1024,
-        time_digits=0,
-        against_indirection=False,
-    ),
+    overhead("overhead, 1024 tokens", "overhead_contexts", 1024),
+    overhead("overhead, 1500 tokens", "overhead_contexts", 1500),
     PROFILE,
     GUIDELLM,
 ]
