@@ -51,9 +51,19 @@ def mean(
     return cell
 
 
-def plain(metric: str, digits: int = 0, arm: str = "{}", **options: float | str | int) -> Cell:
-    """A mean without its interval; options are those of :func:`mean`."""
-    return mean(metric, digits, arm, with_interval=False, **options)  # type: ignore[arg-type]
+def plain(
+    metric: str,
+    digits: int = 0,
+    arm: str = "{}",
+    *,
+    scale: float = 1,
+    nearest: int = 1,
+    missing: str | None = None,
+) -> Cell:
+    """A mean without its interval; arguments are those of :func:`mean`."""
+    return mean(
+        metric, digits, arm, scale=scale, nearest=nearest, with_interval=False, missing=missing
+    )
 
 
 def percent(metric: str, digits: int = 1, arm: str = "{}") -> Cell:

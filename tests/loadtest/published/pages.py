@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.loadtest.published import memory, performance, policies, quality, speed
+from tests.loadtest.published import memory, performance, policies, quality, settings, speed
 from tests.loadtest.published.summary import SUMMARY
 from tests.loadtest.published.tables import Table
 
 PAGES: dict[str, Sequence[Table]] = {
-    "evaluation.md": [SUMMARY, *memory.TABLES, *speed.TABLES, *quality.TABLES],
+    "evaluation.md": [
+        SUMMARY,
+        *memory.TABLES,
+        *speed.TABLES,
+        *quality.TABLES,
+        *settings.TABLES,
+    ],
     "performance.md": performance.TABLES,
     "policies.md": policies.TABLES,
 }

@@ -19,7 +19,8 @@ _UNIT = r"(?: %| ms| s| nats)?"
 _RANGE = re.compile(rf"(?P<low>{_NUM}){_UNIT} … (?P<high>{_NUM})(?P<unit>{_UNIT})")
 _LAST = re.compile(rf"(?P<times>× )?(?P<sign>[+−] ?)?(?P<value>{_NUM})(?P<unit>{_UNIT})[^\d…]*$")
 _RATIO = re.compile(rf"× ?(?P<value>{_NUM})")
-_INVISIBLE = re.compile(r"```.*?```|\]\([^)]*\)|<!--.*?-->", re.S)
+_CODE = re.compile(r"^ *```.*?^ *```", re.M | re.S)
+_INVISIBLE = re.compile(r"\]\([^)]*\)|<!--.*?-->", re.S)
 _SOURCE = re.compile(r"\(evaluation/(\w+)\.json\)")
 _MINUTES = re.compile(
     r"\(evaluation/(?P<name>\w+)\.json\)(?:(?!\.json|```).)*?It took (?P<minutes>[\d.]+) minutes"
@@ -62,9 +63,9 @@ class Found:
 
 def sections(page: str) -> Iterator[Section]:
     """Of a page, in order; what is above the first head has the title of the page."""
-    for part in re.split(r"^(?=##? )", page, flags=re.M):
+    seen = _CODE.sub("", MARKED.sub("", page))
+    for part in re.split(r"^(?=##? )", seen, flags=re.M):
         title, _, rest = part.partition("\n")
-        rest = MARKED.sub("", rest)
         sources = tuple(dict.fromkeys(_SOURCE.findall(rest)))
         yield Section(title.lstrip("# "), flat(_INVISIBLE.sub("", rest)), sources)
 
