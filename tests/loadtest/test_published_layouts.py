@@ -54,11 +54,11 @@ def test_overhead_at_another_context(body) -> None:
     names = list(arms)
     compared = [(ours, names[0], metrics) for ours in names[1:]]
     compared += [(ours, names[1], metrics) for ours in names[2:]]
-    table = speed.overhead("o", "made", 1500, time_digits=0)
+    table = speed.overhead("o", "made", 1500)
     stock, indirection, _, lazy = body(table, make_result(arms, compared))
-    assert stock == ["stock vLLM (mode `off`)", "20.0", "", "", "200", "", ""]
-    assert indirection[1:] == ["21.0", "× 1.05", "", "190", "× 0.95", ""]
-    assert lazy[1:] == ["23.0", "× 1.15", "× 1.10", "170", "× 0.85", "× 0.89"]
+    assert stock == ["stock vLLM (mode `off`)", "20.0", "", "", "200.0", "", ""]
+    assert indirection[1:] == ["21.0", "× 1.05", "", "190.0", "× 0.95", ""]
+    assert lazy[1:] == ["23.0", "× 1.15", "× 1.10", "170.0", "× 0.85", "× 0.89"]
 
 
 def test_open_loops(body) -> None:

@@ -129,8 +129,6 @@ def overhead(
     context: int,
     *,
     arms: tuple[tuple[str, str], ...] = ARMS,
-    time_digits: int = 1,
-    against_indirection: bool = True,
 ) -> Table:
     """What the token layer costs at one context.
 
@@ -139,16 +137,13 @@ def overhead(
         source: name of the JSON.
         context: tokens; the arms are ``stock@CONTEXT`` and so on.
         arms: label and name, without the context.
-        time_digits: of milliseconds.
-        against_indirection: whether arms are also compared with ``indirection``.
     """
 
     def compared(metric: str) -> list[Column]:
-        found = [Column("against stock", ratio(metric, f"stock@{context}"))]
-        if against_indirection:
-            beside = ratio(metric, f"indirection@{context}")
-            found.append(Column("against the indirection", beside))
-        return found
+        return [
+            Column("against stock", ratio(metric, f"stock@{context}")),
+            Column("against the indirection", ratio(metric, f"indirection@{context}")),
+        ]
 
     return Table(
         name=name,
@@ -157,7 +152,7 @@ def overhead(
         columns=[
             Column("output tokens per second", mean("output_throughput", 1)),
             *compared("output_throughput"),
-            Column("time per output token, mean, ms", mean("mean_tpot_ms", time_digits)),
+            Column("time per output token, mean, ms", mean("mean_tpot_ms", 1)),
             *compared("mean_tpot_ms"),
         ],
         rows=[Row([label], f"{arm}@{context}") for label, arm in arms],
