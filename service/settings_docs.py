@@ -20,7 +20,7 @@ from service.settings.http_process import ServiceSettings, is_secret
 from service.settings.layers import ENV_PREFIX
 from service.settings.token_layer import is_list, is_object
 from service.settings.unknown import OTHER_VARIABLES
-from vtoken.config import LIVE_FIELDS, VTokenConfig
+from vtoken.config import LIVE_FIELDS, VTokenConfig, field_hints
 
 HEAD = """\
 # Configuration
@@ -58,10 +58,12 @@ _LAYER = """
 ## Token layer
 
 Each is a flag, a variable and a key of the file. *Live* ones can be changed while requests run
-([policy set](cli.md), `PATCH /admin/policy`).
+([policy set](cli.md), `PATCH /admin/policy`), `mode` between `naive` and `lazy`. Bounds of the pool apply as
+well: `headroom_blocks` below its blocks, and what `max_blocks_per_request` holds, less one block, above the
+protected tokens.
 
-| setting | flag and variable | default | live | meaning |
-|---|---|---|---|---|
+| setting | flag and variable | default | live | bounds | meaning |
+|---|---|---|---|---|---|
 """
 _SERVICE = """
 ## HTTP service
@@ -114,14 +116,21 @@ def _layer_row(field: dataclasses.Field[Any], hint: Any, docs: dict[str, str]) -
     default = {} if field.default is dataclasses.MISSING else field.default
     names = f"`{flag_name(field.name)}` `{_variable(field.name)}`"
     live = "yes" if field.name in LIVE_FIELDS else "no"
-    return _row(
-        f"`{field.name}`", names, _value(default), live, f"{docs[field.name]}{_written(hint)}"
-    )
+    text = f"{docs[field.name]}{_written(hint)}"
+    return _row(f"`{field.name}`", names, _value(default), live, _layer_bounds(field.name), text)
+
+
+def _layer_bounds(name: str) -> str:
+    hint = field_hints()[name]
+    if hint.range is None:
+        return _one_of(hint.choices)
+    low, high = ">" if hint.range.low_open else "≥", "<" if hint.range.high_open else "≤"
+    return f"{low} {hint.range.low}, {high} {hint.range.high}"
 
 
 def _written(hint: Any) -> str:
     if get_origin(hint) is Literal:
-        return f" One of {', '.join(f'`{choice}`' for choice in get_args(hint))}."
+        return ""
     if is_object(hint):
         return " As text: a JSON object."
     return " As text: `1,2`." if is_list(hint) else ""
@@ -135,7 +144,7 @@ def _service_row(name: str, field: FieldInfo, text: str) -> str:
 
 def _bounds(field: FieldInfo) -> str:
     if get_origin(field.annotation) is Literal:
-        return " or ".join(f"`{choice}`" for choice in get_args(field.annotation))
+        return _one_of(get_args(field.annotation))
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     found = []
     for limit in field.metadata:
@@ -143,6 +152,10 @@ def _bounds(field: FieldInfo) -> str:
             if (bound := getattr(limit, name, None)) is not None:
                 found.append(f"{sign} {bound}")
     return ", ".join(found)
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return " or ".join(f"`{choice}`" for choice in choices)
 
 
 def _variable(name: str) -> str:

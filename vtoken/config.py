@@ -118,7 +118,7 @@ class VTokenConfig:
     score_window_tokens: Annotated[int, Range(1, 1024)] = 16
     """Last queries of a prefill whose attention is observed."""
     verify: Verify = "off"
-    """Online checks of I1, I2, I4: ``off``, ``sampled`` (every 16th plan) or ``full``."""
+    """Online checks of I1, I2, I4: ``off``, ``sampled`` (every 16th batch) or ``full``."""
     record_evictions: bool = False
     """Keep a log of every eviction for offline proof. Grows without bound: tests only."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
@@ -206,6 +206,10 @@ class VTokenConfig:
         return dataclasses.replace(self, **values)
 
 
+_MAX_HINTED_CHARS = 100
+"""Of a name: a comparison takes time with its length, and no name of ours is as long."""
+
+
 def tokens_kept(num_tokens: int, keep_ratio: float) -> int:
     """⌈``num_tokens`` · ``keep_ratio``⌉, at least 1."""
     return max(1, -int(-num_tokens * keep_ratio // 1))
@@ -213,7 +217,7 @@ def tokens_kept(num_tokens: int, keep_ratio: float) -> int:
 
 def unknown_field_hint(name: str, known: set[str] | frozenset[str], what: str = "fields") -> str:
     """The bound part of a :class:`ConfigError` for an unknown name, with the nearest known."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
+    near = difflib.get_close_matches(name[:_MAX_HINTED_CHARS], sorted(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"known {what} are {', '.join(sorted(known))}{hint}"
 

@@ -30,12 +30,15 @@ def test_every_setting_has_a_row():
 
 
 def test_rows_tell_default_bounds_and_whether_live():
-    """Three of them by hand."""
+    """Some of them by hand."""
     rows = {
         line.split("`")[1]: line for line in settings_docs.render().splitlines() if "| `" in line
     }
-    assert "| `0.25` | yes |" in rows["theta_f"]
-    assert "| `0` | no |" in rows["seed"]
+    assert "| `0.25` | yes | ≥ 0, < 1 |" in rows["theta_f"]
+    assert "| none | yes | > 0, ≤ 1 |" in rows["keep_ratio"]
+    assert "| `lazy` | yes | `off` or `naive` or `lazy` |" in rows["mode"]
+    assert "| `streaming_llm` | yes |  |" in rows["policy"]
+    assert "| `0` | no | ≥ 0, ≤ 4294967295 |" in rows["seed"]
     assert "| `1.0` | ≥ 0.05, ≤ 3600 |" in rows["metrics_poll_seconds"]
 
 
