@@ -2,7 +2,8 @@
 
 I1  token conservation   a relocation changes neither the live ids nor a byte of their K/V
 I2  unique mapping       a live token has one slot, a slot at most one live token
-I3  visibility           holds by construction: a plan commits only after its copy was reported
+I3  visibility           holds by construction: nothing reads a destination or writes to a source
+                         before the copy is complete, early commits included
 I4  planning             a plan frees blocks, moves only what it may, never overlaps another
 """
 
