@@ -11,13 +11,18 @@ from tests.loadtest.published import prose
 from tests.loadtest.published.claims import CLAIMS, QUOTED
 from tests.loadtest.published.computed import Claim
 from tests.loadtest.published.numbers import number
-from tests.loadtest.published.other_claims import PERFORMANCE, POLICIES
+from tests.loadtest.published.other_claims import PERFORMANCE, POLICIES, README
 from tests.loadtest.published.results import DOCS, Result, load
 
 PAGE = (DOCS / "evaluation.md").read_text()
 SECTIONS = list(prose.sections(PAGE))
 TEXT = " ".join(section.text for section in SECTIONS)
-CLAIMS_BY_PAGE = {"evaluation.md": CLAIMS, "performance.md": PERFORMANCE, "policies.md": POLICIES}
+CLAIMS_BY_PAGE = {
+    "evaluation.md": CLAIMS,
+    "performance.md": PERFORMANCE,
+    "policies.md": POLICIES,
+    "../README.md": README,
+}
 
 
 @cache

@@ -22,6 +22,7 @@ from tests.loadtest.published.computed import (
 )
 from tests.loadtest.published.damage_claims import DAMAGE
 from tests.loadtest.published.memory import RETAINED
+from tests.loadtest.published.other_claims import STEP_ALONE
 from tests.loadtest.published.results import Result
 
 THROUGHPUT, TOKEN_MS, FIRST_MS = "output_throughput", "mean_tpot_ms", "mean_ttft_ms"
@@ -252,4 +253,4 @@ QUOTED = (
 )
 """Of the paper, and of a run whose samples were replaced: there is nothing to compute them from."""
 
-CLAIMS = [*MEMORY, *SPEED, *DAMAGE]
+CLAIMS = [*MEMORY, *SPEED, *DAMAGE, STEP_ALONE]

@@ -1,4 +1,4 @@
-"""Figures of the running text of docs/performance.md and docs/policies.md: see ``claims.py``.
+"""Figures of the text of docs/performance.md, docs/policies.md and README.md: see ``claims.py``.
 
 Most figures of these pages' text are of benchmarks without a result of arms and comparisons, so
 only what is listed here is checked.
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.kvpress_table import difference
 from tests.loadtest.published.cells import Cell
-from tests.loadtest.published.computed import Claim, span, value
+from tests.loadtest.published.computed import Claim, ends_in_per_cent, span, value
 from tests.loadtest.published.numbers import number
 from tests.loadtest.published.policies import ours_beside_presses, presses
 from tests.loadtest.published.results import Result
@@ -70,6 +70,20 @@ _ALL_ARMS = ("naive none", "naive random 50 %", "lazy random 50 %")
 _LAZY = ["lazy random 50 %"]
 _MEAN = "mean_milliseconds"
 _BURSTS = ("plan", "settle")
+
+_INDIRECTION_AT_1500 = value(lambda result: _above_stock(result)[1])
+
+README = [
+    Claim(
+        "overhead",
+        "[{} to {} % of the time per token at 512 tokens",
+        ends_in_per_cent("mean_tpot_ms", "indirection@512", "stock@512"),
+    ),
+    Claim("step_time", "[{} % of a step at 1500", [_INDIRECTION_AT_1500]),
+]
+
+STEP_ALONE = Claim("step_time", "Alone, [that is {} % at 1500", [_INDIRECTION_AT_1500])
+"""Of docs/evaluation.md."""
 
 PERFORMANCE = [
     Claim("step_time", "the indirection costs {} to {} % of a step", span(_above_stock)),
