@@ -1,8 +1,9 @@
 """Figures of docs/evaluation.md's running text that stand in no result as they are.
 
 Each is a piece of the text with ``{}`` for what is computed here, and stands on the page as
-rendered. A figure that *is* a mean or a comparison of a result which its section links to needs no
-entry: see :mod:`tests.loadtest.published.prose`.
+rendered. A mean or a comparison *with its interval*, of a result which its section links to, needs
+no entry: see :mod:`tests.loadtest.published.prose`. A ratio alone does: among all comparisons there
+is one for nearly any two digits.
 """
 
 from __future__ import annotations
@@ -60,12 +61,13 @@ MEMORY = [
     ),
     Claim(
         "frontier_document",
-        "runs {} and {} requests where `lazy` runs {} and {}",
+        "runs {} and {} requests where `lazy` runs {} and {} (× {}",
         [
             plain("running", 0, "paged_eviction@300"),
             plain("running", 1, "paged_eviction@200"),
             plain("running", 1, "random/lazy@300"),
             plain("running", 1, "random/lazy@200"),
+            ratio_alone("running", "random/lazy@300", "paged_eviction@300"),
         ],
     ),
     Claim(
@@ -77,6 +79,11 @@ MEMORY = [
         "frontier",
         "{} % more steps",
         [per_cent_above("steps", "random/lazy@200", "paged_eviction@200")],
+    ),
+    Claim(
+        "sensitivity",
+        "a keep ratio of 0.7 (× {})",
+        [ratio_alone(THROUGHPUT, "keep_ratio@0.7", "keep_ratio@0.5")],
     ),
     Claim(
         "sensitivity",

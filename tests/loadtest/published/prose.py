@@ -108,12 +108,14 @@ def minutes(page: str) -> Iterator[tuple[str, str]]:
 
 
 def is_in(found: Found, named: Iterable[Result]) -> bool:
-    """Whether any of the results has it, rounded to as many digits.
+    """Whether any of the results has it with its interval, rounded to as many digits.
 
     A ratio is one of the comparisons, or the inverse of one. Per cents are shares of arms, or
     what a ratio is above or below one. Other means are of arms, in the JSON's unit or, where that
-    is milliseconds, in seconds.
+    is milliseconds, in seconds. A bare range or ratio is in none: too many would do.
     """
+    if not (found.value and found.ends):
+        return False
     return any(_same(found, figure) for result in named for figure in _candidates(found, result))
 
 
@@ -121,8 +123,7 @@ def _candidates(found: Found, result: Result) -> Iterator[Figure]:
     ratios = [Figure(c["ratio"], *(c["ci95"] or ())) for c in result.data["comparisons"].values()]
     if found.is_ratio:
         yield from ratios
-        if found.ends:
-            yield from (_inverse(ratio) for ratio in ratios)
+        yield from (_inverse(ratio) for ratio in ratios)
         return
     if found.is_percent:
         for ratio in ratios:
@@ -137,12 +138,9 @@ def _candidates(found: Found, result: Result) -> Iterator[Figure]:
 
 
 def _same(found: Found, figure: Figure) -> bool:
-    if not found.value or not _rounds_to(figure.value, found.value):
+    if figure.low is None or figure.high is None or not _rounds_to(figure.value, found.value):
         return False
-    if found.ends is None:
-        return True
-    if figure.low is None or figure.high is None:
-        return False
+    assert found.ends
     pairs = [(figure.low, figure.high), (figure.high, figure.low)]
     return any(all(map(_rounds_to, pair, found.ends)) for pair in pairs)
 
