@@ -67,11 +67,13 @@ def test_open_loops(body) -> None:
         "random/naive open@0.7": {
             "request_goodput": [0.4, 0.5],
             "p95_e2el_ms": [14000.0, 16000.0],
+            "p99_ttft_ms": [7000.0],
             "preemptions": [3.0, 5.0],
         },
         "random/lazy open@0.7": {
             "request_goodput": [0.6, 0.75],
             "p95_e2el_ms": [7000.0, float("nan")],
+            "p99_ttft_ms": [2000.0],
             "preemptions": [0.0, 0.0],
         },
     }
@@ -81,7 +83,7 @@ def test_open_loops(body) -> None:
     assert row[0] == "0.7"
     assert row[1].startswith("0.45 (")
     assert row[3:7] == ["× 1.50", "15.0 (2.3 … 27.7)", "7.0", "× 0.50"]
-    assert row[7:] == ["3 to 5", "0"]
+    assert row[7:] == ["7.0", "2.0", "3 to 5", "0"]
 
 
 def test_closed_loops(body) -> None:

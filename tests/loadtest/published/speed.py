@@ -84,6 +84,9 @@ def closed_loops(
     )
 
 
+FIRST = "p99_ttft_ms"
+
+
 def open_loops(name: str, source: str, rates: Sequence[float], *, policy: str = "random") -> Table:
     """What arrives, what is answered within the limit, and how late, in ``naive`` and ``lazy``.
 
@@ -105,11 +108,13 @@ def open_loops(name: str, source: str, rates: Sequence[float], *, policy: str = 
             Column("p95 latency, naive, s", mean("p95_e2el_ms", 1, naive, scale=1e-3)),
             Column("lazy", mean("p95_e2el_ms", 1, lazy, scale=1e-3)),
             Column("lazy / naive", ratio("p95_e2el_ms", naive, lazy)),
+            Column("p99 of the first token, naive, s", mean(FIRST, 1, naive, scale=1e-3)),
+            Column("lazy", mean(FIRST, 1, lazy, scale=1e-3)),
             Column("preemptions, naive", extremes("preemptions", naive)),
             Column("lazy", extremes("preemptions", lazy)),
         ],
         rows=[Row([f"{rate:g}"], f"{rate:g}") for rate in rates],
-        align="r" * 9,
+        align="r" * 11,
     )
 
 
@@ -247,6 +252,7 @@ GUIDELLM = Table(
 TABLES = [
     FRONTIER_DOCUMENT,
     closed_loops("sla", "sla", (4, 5, 6, 8, 10, 12), best=10),
+    open_loops("sla, open loops", "sla_open", (0.5, 0.7, 0.85)),
     overhead("overhead", "overhead", 512, arms=(*ARMS, SYNCHRONOUS)),
     HOG,
     overhead("overhead, 256 tokens", "overhead_short", 256),
