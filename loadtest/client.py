@@ -19,7 +19,7 @@ from loadtest.latency import Answer
 Message = Mapping[str, str]
 
 _TIMEOUT = httpx.Timeout(1800, connect=30)
-_DATA = "data: "
+_DATA, _DONE = b"data: ", b"data: [DONE]"
 
 
 class ServiceError(Exception):
@@ -193,10 +193,17 @@ class Client:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON payloads of a server-sent stream up to ``[DONE]``."""
-    async for line in response.aiter_lines():
-        if line.startswith(_DATA) and line != "data: [DONE]":
-            yield json.loads(line.removeprefix(_DATA))
+    """The JSON payloads of a server-sent stream.
+
+    Only line feeds end a line. ``aiter_lines`` takes U+2028 and others for ends, too, which JSON
+    does not escape and a model may say.
+    """
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(_DATA) and line != _DONE:
+                yield json.loads(line.removeprefix(_DATA))
 
 
 def _checked(answer: httpx.Response) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class FakeService(ThreadingHTTPServer):
         document: the policy document.
         broken: status with which completions are refused; 0: they are not.
         tokens_per_event: how many tokens one event carries, as when vLLM merges them.
+        text: of every event.
     """
 
     daemon_threads = True
@@ -42,6 +43,7 @@ class FakeService(ThreadingHTTPServer):
         self.patches: list[dict[str, Any]] = []
         self.broken = 0
         self.tokens_per_event = 1
+        self.text = "x"
         self.error_event = False
         self.has_chat_template = True
         self.steps = 0
@@ -135,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             ids = list(range(start, min(start + at_once, total)))
             self.server.steps += len(ids)
             reason = "length" if ids[-1] == total - 1 else None
-            self._event({"choices": [{"text": "x", "token_ids": ids, "finish_reason": reason}]})
+            self._event({"choices": [{"text": self.server.text, "token_ids": ids, "finish_reason": reason}]})
         if self.server.error_event:
             self._event({"error": {"message": "the engine died"}})
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": total}
@@ -145,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
         self.wfile.flush()
 
     def _state(self) -> dict[str, Any]:

@@ -59,6 +59,14 @@ def test_merged_tokens_count_as_tokens_not_as_events(service):
     assert answer.tpot == pytest.approx(1 / 3)
 
 
+def test_only_line_feeds_end_a_line_of_a_stream(service):
+    """Answers may hold what Unicode calls the end of a line; JSON does not escape it."""
+    service.text = "a\x85b\u2028c\u2029d"
+    answer = stream(service)
+    assert answer.error == ""
+    assert answer.text == 4 * service.text
+
+
 def test_answer_carries_tokens_usage_and_receipt(service):
     """What was asked for comes back, and only then."""
     answer = stream(service, vllm_xargs={"vtoken_receipt": True})
