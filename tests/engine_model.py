@@ -719,7 +719,9 @@ class EngineModel:
             self._count_outcome(req_id, error, damaged)
         for naive, plan in plans:
             if naive is None:
-                self.counts.rolled_back += 1
+                has_failed = error is not None or plan.req_id in damaged
+                self.counts.failed += has_failed
+                self.counts.rolled_back += not has_failed
                 continue
             if self._count_outcome(plan.req_id, error, damaged):
                 self._commit(naive, plan)

@@ -9,6 +9,7 @@ import pytest
 from tests.core_models import ModelPool, fail_allocations, kill, make_layer, make_request
 from vtoken.errors import PlanError
 from vtoken.request_kv import RelocationPlan, RequestKV
+from vtoken.stats import RELOCATION_OUTCOMES
 from vtoken.token_layer import TokenLayer
 
 HALF = [token for token in range(1, 16) if token % 4]  # leaves 0, 4, 8, 12 and the tail
@@ -270,9 +271,15 @@ def test_failed_copy_rolls_back() -> None:
     assert len(layer.plan_relocations([(kv, 17)])) == 1
 
 
-@pytest.mark.parametrize("error", [None, "copy failed"])
-def test_orphan_frees_destinations_only_after_the_report(error: str | None) -> None:
-    """The worker may still write to them, so they stay taken until it says otherwise."""
+@pytest.mark.parametrize(
+    ("error", "damaged", "outcome"),
+    [(None, (), "rolled_back"), ("copy failed", (), "failed"), (None, ("a",), "failed")],
+)
+def test_orphan_frees_destinations_only_after_the_report(
+    error: str | None, damaged: tuple[str, ...], outcome: str
+) -> None:
+    """The worker may still write to them, so they stay taken until it says otherwise. A copy that
+    failed is counted as such, though nobody needs it any more."""
     layer, pool, kv = make_holes()
     plan = plan_one(layer, kv)
     layer.forget("a")
@@ -281,9 +288,11 @@ def test_orphan_frees_destinations_only_after_the_report(error: str | None) -> N
     assert pool.num_free_blocks() == 32 - 1
     assert layer.reclamation.num_in_flight == 1
     pool.check_integrity(plan.dst_blocks.tolist())
-    layer.settle(plan.ticket, error)
+    assert layer.settle(plan.ticket, error, damaged) == []
     assert pool.num_free_blocks() == 32
-    assert layer.stats.counter("relocations_total", "rolled_back") == 1
+    pool.check_integrity()
+    for name in RELOCATION_OUTCOMES:
+        assert layer.stats.counter("relocations_total", name) == (name == outcome)
     assert layer.reclamation.num_in_flight == 0
 
 

@@ -291,16 +291,16 @@ class ReclamationManager:
             )
         settled = self._commits.prove(ticket, error, requests, damaged)
         for plan in self._in_flight.pop(ticket, ()):
+            # A copy never fails because its request ended: it tells of the device all the same.
+            has_failed = error is not None or plan.req_id in damaged
+            stands = trusted and not has_failed and not plan.orphaned
+            if not stands:
+                self.reservations.give_back(plan, "failed" if has_failed else "rolled_back")
             if plan.orphaned:
-                self.reservations.give_back(plan, "rolled_back")
                 continue
             kv = requests[plan.req_id]
             kv.plan = None
-            if error is not None or plan.req_id in damaged:
-                self.reservations.give_back(plan, "failed")
-            elif not trusted:
-                self.reservations.give_back(plan, "rolled_back")
-            else:
+            if stands:
                 self._commits.commit(kv, plan)
                 settled.committed.append(kv)
             self._commits.free_emptied(kv, plan)
