@@ -137,7 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
             ids = list(range(start, min(start + at_once, total)))
             self.server.steps += len(ids)
             reason = "length" if ids[-1] == total - 1 else None
-            self._event({"choices": [{"text": self.server.text, "token_ids": ids, "finish_reason": reason}]})
+            self._event(
+                {"choices": [{"text": self.server.text, "token_ids": ids, "finish_reason": reason}]}
+            )
         if self.server.error_event:
             self._event({"error": {"message": "the engine died"}})
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": total}
