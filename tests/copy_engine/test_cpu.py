@@ -4,9 +4,11 @@ import importlib.util
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from vtoken.copy_engine import cpu
 from vtoken.copy_engine.cpu import CpuCopyEngine
 
 # Test files are imported one by one (importlib mode), so a neighbour is loaded by path.
@@ -31,12 +33,13 @@ class GatedPool:
     num_slots = contract.NUM_SLOTS
 
     def __init__(self, failing=()):
-        self.gate = threading.Event()
+        self.begun, self.gate = threading.Event(), threading.Event()
         self.failing = failing
         self.num_copies = 0
 
     def copy(self, src_slots, dst_slots):
-        self.gate.wait(5)
+        self.begun.set()
+        assert self.gate.wait(300)
         self.num_copies += 1
         if self.num_copies in self.failing:
             raise RuntimeError("disk on fire\nand more")
@@ -71,16 +74,27 @@ def test_submit_returns_while_the_copy_runs():
     assert pool.num_copies == 2
 
 
-def test_stall_is_the_time_the_wait_was_blocked():
-    """A wait for an unfinished copy is measured as stall."""
+def test_stall_is_the_time_the_wait_was_blocked(monkeypatch):
+    """A wait for an unfinished copy is measured as stall, the copy from its own beginning."""
+    now = [10.0]
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
     pool = GatedPool()
     engine = CpuCopyEngine(pool)
     engine.submit(1, slots(1), slots(20))
-    threading.Timer(0.05, pool.gate.set).start()
+    assert pool.begun.wait(300)
+    now[0] += 2
+    done = engine._outstanding[0].done
+    wait = done.wait
+
+    def blocked():
+        now[0] += 3
+        pool.gate.set()
+        return wait()
+
+    monkeypatch.setattr(done, "wait", blocked)
     engine.wait_before_read()
     (result,) = engine.poll()
-    assert 0.02 < result.stall_seconds < 4
-    assert result.copy_seconds >= result.stall_seconds - 0.02
+    assert (result.copy_seconds, result.stall_seconds) == (5, 3)
     engine.close()
 
 
@@ -91,7 +105,7 @@ def test_finished_copy_costs_no_stall():
     engine.submit(1, slots(1), slots(20))
     batch = engine._outstanding[0]
     pool.gate.set()
-    assert batch.done.wait(5)
+    assert batch.done.wait(300)
     engine.wait_before_read()
     assert engine.poll()[0].stall_seconds == 0
     engine.close()

@@ -52,7 +52,7 @@ def test_open_loop_waits_for_nobody():
 def test_open_loop_sends_in_the_order_of_the_offsets():
     """Later offsets are sent later."""
     send = Recorder()
-    asyncio.run(open_loop(send, JOBS[:3], [0.04, 0.02, 0.0]))
+    asyncio.run(open_loop(send, JOBS[:3], [0.4, 0.2, 0.0]))
     assert send.sent == [2, 1, 0]
 
 

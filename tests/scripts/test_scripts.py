@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
-import time
 import tomllib
 from pathlib import Path
 
@@ -57,19 +57,25 @@ def project() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def run_setup(venv: Path, path: Path | None = None, **environment: str):
+def start_setup(venv: Path, path: Path | None = None, **environment: str):
     """Source the environment script as scripts/serve does; `path` comes first in PATH."""
     search = os.environ["PATH"] if path is None else f"{path}:{os.environ['PATH']}"
-    return subprocess.run(
+    return subprocess.Popen(
         ["bash", "-c", "set -euo pipefail; source scripts/_env.sh; vtoken_setup run"],
         cwd=ROOT,
         env={**os.environ, "VTOKEN_VENV": str(venv), "PATH": search, **environment},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
     )
+
+
+def run_setup(venv: Path, path: Path | None = None, **environment: str):
+    """The same to its end."""
+    with start_setup(venv, path, **environment) as process:
+        output = process.communicate(timeout=500)
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
 
 def make_command(folder: Path, name: str, body: str) -> None:
@@ -194,12 +200,16 @@ def test_interrupted_setup_is_started_over(tmp_path, no_index):
 def test_second_setup_waits_for_the_first(tmp_path, no_index):
     """While another process holds the lock, a start says so and does nothing yet."""
     venv = tmp_path / "venv"
-    with subprocess.Popen(["flock", f"{venv}.lock", "sleep", "1"]):
-        time.sleep(0.3)
-        started = time.monotonic()
-        done = run_setup(venv, **no_index)
-    assert done.stderr.startswith("Waiting for another process")
-    assert time.monotonic() - started > 0.4
+    with Path(f"{venv}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = start_setup(venv, **no_index)
+        assert process.stderr.readline().startswith("Waiting for another process")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.3)
+        assert not venv.exists()
+    with process:
+        said = process.communicate(timeout=500)[1]
+    assert said.startswith("Setting up")
 
 
 def test_ready_environment_is_entered_at_once_and_settings_win(tmp_path):

@@ -25,7 +25,7 @@ def run_command(*arguments: str, **environment: str) -> subprocess.CompletedProc
         env={**os.environ, "VLLM_NO_USAGE_STATS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -62,7 +62,7 @@ def connect(client, state, until) -> None:
 
     async def run() -> None:
         await make_attached_plugin().init_state(client, state, make_args())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not until():
                 await asyncio.sleep(0.01)
         for task in state.vtoken.tasks:
@@ -123,18 +123,20 @@ def test_ready_line_waits_for_the_server(engine, registry, capsys):
     """Nothing is announced before vLLM's HTTP server listens."""
     state = SimpleNamespace()
 
-    async def run() -> None:
+    async def run() -> str:
         client = make_client(engine, VTokenConfig())
         await make_attached_plugin().init_state(client, state, make_args())
         await asyncio.sleep(0.2)
         assert capsys.readouterr().out == ""
         state.server = make_server(8123)
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(60):
+            while not (said := capsys.readouterr().out):
+                await asyncio.sleep(0.01)
         for task in state.vtoken.tasks:
             task.cancel()
+        return said
 
-    asyncio.run(run())
-    ready, example = capsys.readouterr().out.splitlines()
+    ready, example = asyncio.run(run()).splitlines()
     assert ready.startswith("vtoken-serve ready on http://127.0.0.1:8123 (model served, mode lazy")
     assert example.strip().startswith("curl http://127.0.0.1:8123/v1/chat/completions")
 

@@ -49,13 +49,13 @@ def outlive(target: Any, seen: Path) -> str:
     pids = CONTEXT.Queue()
     middle = CONTEXT.Process(target=parent, args=(target, pids, seen))
     middle.start()
-    process = psutil.Process(pids.get(timeout=60))
+    process = psutil.Process(pids.get(timeout=300))
     while not seen.exists() or seen.read_text() != "ready":
         time.sleep(0.01)
     assert process.is_running()
     middle.kill()
     middle.join()
-    gone, _ = psutil.wait_procs([process], timeout=60)
+    gone, _ = psutil.wait_procs([process], timeout=300)
     assert gone
     return seen.read_text()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -15,13 +16,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from service import drain as drain_module
 from service import request_ids
 from service.drain import Drain
 from service.gate import RequestGate
 from service.refusals import Refusals
 from service.request_ids import MAX_ID_CHARS, valid_or_new
 
+BEGUN = threading.Event()
+"""Whether the application has the request, or has sent the first chunk of a stream."""
 Use = Callable[[httpx.AsyncClient, Drain], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def _time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For requests that were cut off, on a slow machine, too."""
+    monkeypatch.setattr(drain_module, "CUT_SECONDS", 300)
 
 
 async def _echo(request: Request) -> Response:
@@ -33,6 +43,7 @@ async def _echo(request: Request) -> Response:
 
 
 async def _slow(request: Request) -> Response:
+    BEGUN.set()
     while not await request.is_disconnected():
         await asyncio.sleep(0.005)
     return JSONResponse(None)
@@ -41,7 +52,8 @@ async def _slow(request: Request) -> Response:
 async def _stream(request: Request) -> Response:
     async def chunks() -> AsyncIterator[str]:
         yield "data: {}\n\n"
-        await asyncio.sleep(30)
+        BEGUN.set()
+        await asyncio.sleep(300)
 
     return StreamingResponse(chunks(), media_type="text/event-stream")
 
@@ -67,7 +79,7 @@ def use(work: Use, timeout: float = 0.0, refusals: Refusals | None = None) -> An
 
     async def run() -> Any:
         routes = [Route(f"/v1/{n}", f, methods=["GET", "POST"]) for n, f in ROUTES.items()]
-        drain = Drain(5.0)
+        drain = Drain(300.0)
         gate = RequestGate(
             Starlette(routes=routes),
             drain=drain,
@@ -155,10 +167,11 @@ def test_request_that_the_drain_gives_up_is_told(route: str) -> None:
     """503 with Retry-After, or an error event at the end of its stream; then nothing is open."""
 
     async def work(client: httpx.AsyncClient, drain: Drain) -> httpx.Response:
+        BEGUN.clear()
         task = asyncio.create_task(client.post(f"/v1/{route}"))
-        while not drain.num_open:
+        while not BEGUN.is_set():
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)  # a stream has begun
+        assert drain.num_open == 1
         drain.abort(15)
         assert await asyncio.to_thread(drain.wait) == 1
         assert drain.num_open == 0
@@ -183,7 +196,7 @@ def test_time_limit_is_504_before_the_answer_has_begun() -> None:
 
 def test_time_limit_ends_a_stream_with_an_error_event() -> None:
     """In the form in which vLLM reports errors of a stream, then [DONE]."""
-    answer = use(lambda c, d: c.post("/v1/stream"), timeout=0.05)
+    answer = use(lambda c, d: c.post("/v1/stream"), timeout=1)
     assert answer.status_code == 200
     first, error, done = answer.text.strip().split("\n\n")
     assert (first, done) == ("data: {}", "data: [DONE]")
@@ -226,3 +239,15 @@ def test_access_line_has_what_is_known(caplog: pytest.LogCaptureFixture) -> None
     assert lines[0]["duration_seconds"] >= 0
     assert "prompt_tokens" not in lines[0]
     assert (lines[1]["outcome"], lines[1]["status"]) == ("timeout", 504)
+
+
+def test_access_line_is_one_line_whatever_the_path(caplog: pytest.LogCaptureFixture) -> None:
+    """A client cannot write lines of its own into the log, nor move a terminal's cursor."""
+    forged = "/v1/echo%0APOST%20/v1/forged%20200%0D%1B%5B2J%E2%80%A8\u00e9"
+    with caplog.at_level(logging.INFO, logger="service.access"):
+        use(lambda c, d: c.post(forged))
+    (record,) = (record for record in caplog.records if record.name == "service.access")
+    assert record.getMessage() == (
+        "POST /v1/echo\\nPOST /v1/forged 200\\r\\x1b[2J\\u2028\u00e9 404"
+    )
+    assert record.__dict__["path"].isprintable()

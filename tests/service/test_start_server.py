@@ -49,7 +49,7 @@ def url_of(sock: socket.socket) -> str:
 
 def test_probes_and_requests_while_it_starts(sock: socket.socket, progress: StartProgress) -> None:
     """Alive, not started with phase and percent, not ready, and 503 for the rest."""
-    with answering(sock, progress, None), httpx.Client(base_url=url_of(sock)) as client:
+    with answering(sock, progress, None), httpx.Client(base_url=url_of(sock), timeout=60) as client:
         progress.write("loading_weights", 40)
         assert client.get("/health/live").json() == {"status": "live"}
         for path in ("/health/startup", "/health/ready", "/health/startup?verbose=1"):
@@ -72,7 +72,7 @@ def test_nobody_is_refused_at_the_handover(sock: socket.socket, progress: StartP
         await send({"type": "http.response.body", "body": b"real"})
 
     with answering(sock, progress, None):
-        assert httpx.get(url_of(sock) + "/x").status_code == 503
+        assert httpx.get(url_of(sock) + "/x", timeout=60).status_code == 503
     answers: list[httpx.Response] = []
     early = [
         threading.Thread(target=lambda: answers.append(httpx.get(url_of(sock), timeout=60)))
@@ -96,7 +96,7 @@ def test_client_that_says_nothing_holds_nobody_up(
     """Each connection has its own thread; half a request is nobody's harm."""
     with answering(sock, progress, None), socket.create_connection(sock.getsockname()) as silent:
         silent.sendall(b"GET /health")
-        assert httpx.get(url_of(sock) + "/health/live").status_code == 200
+        assert httpx.get(url_of(sock) + "/health/live", timeout=60).status_code == 200
 
 
 def test_tls_is_spoken_where_the_server_will(
@@ -112,7 +112,7 @@ def test_tls_is_spoken_where_the_server_will(
             httpx.get(url_of(sock) + "/health/live")
         url = url_of(sock).replace("http:", "https:")
         trust = ssl.create_default_context(cafile=str(tmp_path / "cert"))
-        assert httpx.get(url + "/health/live", verify=trust).status_code == 200
+        assert httpx.get(url + "/health/live", verify=trust, timeout=60).status_code == 200
 
 
 def test_progress_goes_forward_only(progress: StartProgress) -> None:

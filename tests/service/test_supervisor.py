@@ -8,9 +8,9 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
@@ -40,15 +40,15 @@ def _own_signals() -> Iterator[None]:
 
 
 def serve(ready: Any, code: int = 0, signals: int = 1, log: Any = None) -> None:
-    """Until it was told to end so many times; ``log`` gets the times."""
+    """Until it was told to end so many times; ``log`` gets the number each time."""
     told = threading.Semaphore(0)
     signal.signal(signal.SIGTERM, lambda *_: told.release())
     ready.set()
-    for _ in range(signals):
+    for number in range(signals):
         while not told.acquire(timeout=0.01):
             pass
         if log is not None:
-            log.put(time.monotonic())
+            log.put(number)
     sys.exit(code)
 
 
@@ -57,7 +57,7 @@ def start(**options: Any) -> BaseProcess:
     ready = CONTEXT.Event()
     process = CONTEXT.Process(target=serve, args=(ready,), kwargs=options, daemon=True)
     process.start()
-    assert ready.wait(60)
+    assert ready.wait(300)
     return process
 
 
@@ -80,22 +80,35 @@ def fleet(supervisor: ModuleType) -> Iterator[Any]:
 def watch(
     supervisor: ModuleType,
     fleet: Any,
-    *events: Callable[[], None],
+    *events: Callable[[], object],
     drain_seconds: float = 60.0,
     announce: Callable[[], None] = lambda: None,
 ) -> int:
-    """The exit code, while ``events`` happen, each half a second after the one before."""
+    """The exit code, while ``events`` happen, once it watches: it takes the signals by then."""
 
     def happen() -> None:
         for event in events:
-            time.sleep(0.5)
             event()
 
     thread = threading.Thread(target=happen, daemon=True)
-    thread.start()
-    code: int = supervisor.Watch(fleet, drain_seconds).until_stopped(lambda: True, announce)
+
+    def ready() -> None:
+        announce()
+        thread.start()
+
+    code: int = supervisor.Watch(fleet, drain_seconds).until_stopped(lambda: True, ready)
     thread.join()
     return code
+
+
+def was_told(log: Any) -> Callable[[], object]:
+    """Waits until the process of this log has heeded a signal: two at once would be one."""
+    return lambda: log.get(timeout=300)
+
+
+def has_ended(process: BaseProcess) -> Callable[[], object]:
+    """Waits for its end: on its way out a process has no handler any more."""
+    return lambda: connection.wait([process.sentinel], 300)
 
 
 def send(number: int) -> Callable[[], None]:
@@ -117,8 +130,11 @@ def test_signal_stops_all_and_is_success(supervisor: ModuleType, fleet: Any, num
 
 def test_second_signal_ends_what_is_open(supervisor: ModuleType, fleet: Any) -> None:
     """A process that still waits for its requests is told again; the code names the signal."""
-    both = fleet(start(), start(signals=2, code=143))
-    assert watch(supervisor, both, send(signal.SIGTERM), send(signal.SIGTERM)) == 143
+    log = CONTEXT.Queue()
+    both = fleet(start(), start(signals=2, code=143, log=log))
+    terminate = send(signal.SIGTERM)
+    between = has_ended(both.api[0]), was_told(log)
+    assert watch(supervisor, both, terminate, *between, terminate) == 143
     assert [process.exitcode for process in both.api] == [0, 143]
     assert both.close_seconds == 0
 
@@ -132,7 +148,7 @@ def test_dead_process_stops_the_others_and_is_failure(
     with caplog.at_level(logging.ERROR):
         assert watch(supervisor, both, both.api[0].kill) == 1
     assert [process.exitcode for process in both.api] == [-signal.SIGKILL, 0]
-    assert log.get(timeout=30) > 0
+    assert log.get(timeout=300) == 0
     assert log.empty()
     assert f"{both.api[0].name} died with exit code -9; the server stops" in caplog.text
 
@@ -155,8 +171,10 @@ def test_dead_engine_ends_what_can_never_finish(
 
 def test_engine_that_dies_while_stopping_is_failure(supervisor: ModuleType, fleet: Any) -> None:
     """Requests that were to be finished are lost."""
-    both = fleet(start(signals=3), start())
-    assert watch(supervisor, both, send(signal.SIGTERM), both.engines[0].kill) == 1
+    log = CONTEXT.Queue()
+    both = fleet(start(signals=3, log=log), start())
+    events = send(signal.SIGTERM), was_told(log), both.engines[0].kill
+    assert watch(supervisor, both, *events) == 1
 
 
 def test_bad_end_is_failure(supervisor: ModuleType, fleet: Any) -> None:
