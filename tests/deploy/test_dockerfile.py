@@ -74,7 +74,10 @@ def test_versions_are_the_projects() -> None:
 def test_no_compiler_and_no_index_in_the_images() -> None:
     """Nothing to build with is installed, and no address is written down."""
     text = (ROOT / "Dockerfile").read_text()
-    assert not re.search(r"\b(gcc|g\+\+|build-essential|clang|cmake|python3-dev)\b", text)
+    steps = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    compilers = r"(?<![\w-])(gcc|g\+\+|build-essential|clang|cmake|python3-dev)(?![\w+])"
+    assert re.search(compilers, "apt-get install g++ make")
+    assert not re.search(compilers, steps)
     assert re.findall(r"\w+://(?!127\.0\.0\.1)\S*", text) == []
 
 

@@ -18,7 +18,8 @@ DOCUMENTS = sorted(
 IN_PATH_ELSEWHERE = {"venv"}
 """Modules that any Python has."""
 
-_BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SHELL = {"", "console", "bash", "sh"}
 _COMMAND = re.compile(
     r"^(?:\$ )?(?:[A-Z_]+=\S* )*((?:scripts/|python|\S*vtoken-serve\b).*)", re.MULTILINE
 )
@@ -26,9 +27,15 @@ _WHICH_PYTHON = "shell with [the scripts' environment]"
 
 
 def commands(path: Path) -> Iterator[list[str]]:
-    """The words of each command of ours in the document's blocks."""
-    for block in _BLOCK.findall(path.read_text()):
-        yield from (command.split() for command in _COMMAND.findall(block))
+    """The words of each command of ours in the document's blocks for a shell.
+
+    Where some lines have a prompt, the others are what was printed.
+    """
+    for language, block in _BLOCK.findall(path.read_text()):
+        if language in _SHELL:
+            typed = re.findall(r"^\$ .*", block, re.MULTILINE)
+            text = "\n".join(typed) if typed else block
+            yield from (command.split() for command in _COMMAND.findall(text))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -44,7 +51,7 @@ def test_commands_are_there(path):
             assert has_said or rest[1] in IN_PATH_ELSEWHERE, f"{rest}: say in which Python"
         else:
             assert name == ".venv/bin/vtoken-serve", f"{name} {' '.join(rest)}"
-            assert rest[0] in cli._COMMANDS, rest
+            assert rest[0] in {*cli._COMMANDS, "--help", "--version"}, rest
 
 
 def test_documents_have_commands():
