@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -83,24 +82,26 @@ class Browser:
 
     def _page_address(self) -> str:
         port_file = Path(self._profile) / "DevToolsActivePort"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+
+        def address() -> str:
             assert self._process.poll() is None, "the browser ended at once"
             try:
                 port = port_file.read_text().splitlines()[0]
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=10) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=60) as answer:
                     targets = json.load(answer)
-                return next(t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
-            except (OSError, IndexError, StopIteration):
-                time.sleep(0.1)
-        raise AssertionError("the browser did not open its port")
+            except (OSError, IndexError):
+                return ""
+            pages = (t["webSocketDebuggerUrl"] for t in targets if t["type"] == "page")
+            return next(pages, "")
+
+        return str(wait_for(address, what="the browser did not open its port"))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command; events that come in before its answer are looked at."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=300))
             if message.get("id") == number:
                 assert "error" not in message, f"{method}: {message['error']}"
                 result: dict[str, Any] = message["result"]
@@ -121,6 +122,11 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
+    def leave(self) -> None:
+        """Go away from the page, and forget what it complained of while its server was gone."""
+        self.open("about:blank")
+        self.problems.clear()
+
     def run(self, expression: str) -> Any:
         """Value of an expression in the page; promises are awaited."""
         answer = self.call(
@@ -129,7 +135,7 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 60) -> None:
+    def wait_for(self, expression: str, seconds: float = 120) -> None:
         """Until an expression is true."""
         wait_for(lambda: self.run(f"Boolean({expression})"), seconds, expression)
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-SECONDS = 300.0
+SECONDS = 500.0
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 """By name, by labels."""
 
@@ -42,7 +42,9 @@ class ServerProcess:
 
     def wait_until_ready(self) -> None:
         """Until the ready line."""
-        found = wait_for(lambda: re.search(r"ready on (http://[\w.:]+)", self.text()) or self.ended)
+        found = wait_for(
+            lambda: re.search(r"ready on (http://[\w.:]+) ", self.text()) or self.ended
+        )
         assert not self.ended, self.text()[-3000:]
         self.url = found[1]
 
@@ -57,7 +59,7 @@ class ServerProcess:
 
     def named(self, title: str) -> list[psutil.Process]:
         """Those of its processes that call themselves so."""
-        return [p for p in self.descendants() if title in " ".join(p.cmdline())]
+        return [p for p in self.descendants() if title in title_of(p)]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET."""
@@ -66,6 +68,18 @@ class ServerProcess:
     def metrics(self) -> Samples:
         """What ``/metrics`` says."""
         return read_metrics(self.get("/metrics").raise_for_status().text)
+
+    def fresh_metrics(self) -> Samples:
+        """The same, once the engine has been read since this call."""
+        started = time.monotonic()
+
+        def read_since() -> Samples | None:
+            asked, samples = time.monotonic(), self.metrics()
+            age = max(samples["vtoken_snapshot_age_seconds"].values())
+            return samples if age < asked - started else None
+
+        found: Samples = wait_for(read_since)
+        return found
 
     def total(self, name: str, **labels: str) -> float:
         """Sum of the series of one name that have these labels."""
@@ -78,9 +92,9 @@ class ServerProcess:
     def kill_all(self) -> None:
         """Leave nothing behind."""
         if not self.ended:
-            for process in [*self.descendants(), self.process]:
-                process.kill()
-        self.process.wait(timeout=30)
+            kill(self.descendants())
+            self.process.kill()
+        self.process.wait(timeout=120)
 
 
 def read_metrics(text: str) -> Samples:
@@ -108,21 +122,41 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 def wait_for(condition: Callable[[], object], seconds: float = SECONDS, what: str = "") -> Any:
     """Its first true result.
 
+    Where the whole machine stood still, that counts as a second at most.
+
     Raises:
         AssertionError: it stayed false for so long; the message has ``what``.
     """
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    left = seconds
+    while left > 0:
+        started = time.monotonic()
         if result := condition():
             return result
         time.sleep(0.05)
+        left -= min(time.monotonic() - started, 1.0)
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
     """Ended, or waiting as zombies for the init process of this container."""
-    gone = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return not any(p.is_running() and p.status() not in gone for p in processes)
+    return all(map(is_gone, processes))
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended; it may do so while it is looked at."""
+    try:
+        states = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return not process.is_running() or process.status() in states
+    except psutil.NoSuchProcess:
+        return True
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line; empty if it has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def kill(processes: list[psutil.Process]) -> None:

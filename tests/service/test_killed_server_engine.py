@@ -23,7 +23,7 @@ def test_killed_server_leaves_no_process(tmp_path: Path) -> None:
         processes = server.descendants()
         server.process.kill()
         try:
-            wait_for(lambda: are_gone(processes), 60)
+            wait_for(lambda: are_gone(processes), 120)
         finally:
             kill(processes)
     finally:

@@ -5,6 +5,8 @@ One server with a tight pool serves all tests; they run in order, and the last o
 
 from __future__ import annotations
 
+import http.client
+import json
 import signal
 import threading
 import time
@@ -22,11 +24,11 @@ from tests.service.tiny_server import LASTING_TOKENS, TinyServer, body, events, 
 pytestmark = pytest.mark.engine
 
 RED_SECONDS = 10
-SLACK_SECONDS = 20
+SLACK_SECONDS = 50
 """On a busy machine: the probe itself and the test's clock have to get their turn."""
 QUEUE_SECONDS = 1.0
-ARRIVAL_SECONDS = 1.0
-"""Longer than a message between two processes of the server is on its way."""
+NUM_ANSWERS = 20
+"""Of the server, one after the other: a message between two of its processes takes less."""
 
 FAULT = """
 copy = module.KVPool.copy
@@ -73,6 +75,7 @@ class Asking:
         self.last: dict[str, Any] = {}
         self.status = self.usage = 0
         self.headers = httpx.Headers()
+        self.is_enough = False
         self.error: Exception | None = None
         self._server, self._max_tokens = server, max_tokens
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -89,6 +92,8 @@ class Asking:
                     self.num_events += 1
                     self.last = event
                     self.usage = (event.get("usage") or {}).get("completion_tokens", 0)
+                    if self.is_enough:
+                        return
         except (httpx.HTTPError, AssertionError) as error:
             self.error = error
 
@@ -111,7 +116,7 @@ def red_within_bound(server: TinyServer) -> set[str]:
 @pytest.mark.parametrize("name", ["worker", "core"])
 def test_stopped_process_turns_readiness_red_and_back(server: TinyServer, name: str) -> None:
     """Neither hangs up nor dies: only its silence tells. The stream goes on when it does."""
-    asking = Asking(server, 1500)
+    asking = Asking(server, LASTING_TOKENS)
     wait_for(lambda: asking.num_events)
     victim = server.worker() if name == "worker" else server.worker().parent()
     assert victim is not None
@@ -121,7 +126,10 @@ def test_stopped_process_turns_readiness_red_and_back(server: TinyServer, name: 
         assert server.get("/health/live").status_code == 200
     finally:
         victim.send_signal(signal.SIGCONT)
-    wait_for(lambda: server.ready()[0] == 200, 60)
+    wait_for(lambda: server.ready()[0] == 200, 120)
+    num_events = asking.num_events
+    wait_for(lambda: asking.num_events > num_events, 120)
+    asking.is_enough = True
     asking.join()
     assert asking.error is None
 
@@ -134,32 +142,47 @@ def test_client_that_goes_frees_its_blocks_within_two_steps(
 
     The worker stands still while the client goes: no step is made that is not to be counted.
     """
-    wait_for(server.is_quiet, 60)
+    wait_for(server.is_quiet, 120)
     before = server.state()["engine"]["steps"]
     worker, request_id = server.worker(), f"gone-{stream}"
-    request: dict[str, Any] = {
-        "url": server.url + "/v1/completions",
-        "json": body(words(150), LASTING_TOKENS, stream=stream),
-        "headers": {"X-Request-Id": request_id},
-    }
+    document = json.dumps(body(words(150), LASTING_TOKENS, stream=stream))
+    headers = {"X-Request-Id": request_id, "Content-Type": "application/json"}
+    client = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=300)
     try:
         if stream:
-            with httpx.stream("POST", **request, timeout=60) as answer:
-                next(answer.iter_lines())
+            client.request("POST", "/v1/completions", document, headers)
+            with client.getresponse() as answer:
+                answer.readline()
                 worker.send_signal(signal.SIGSTOP)
-                time.sleep(ARRIVAL_SECONDS)
+                wait_until_arrived(server)
         else:
             worker.send_signal(signal.SIGSTOP)
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(**request, timeout=ARRIVAL_SECONDS)
+            client.request("POST", "/v1/completions", document, headers)
+            wait_until_arrived(server)
+        client.close()
         line = server.access(request_id)
-        time.sleep(ARRIVAL_SECONDS)
+        wait_until_arrived(server)
     finally:
         worker.send_signal(signal.SIGCONT)
     assert line["outcome"] == "disconnected"
-    wait_for(server.is_quiet, 60)
+    wait_for(server.is_quiet, 120)
     steps = server.state()["engine"]["steps"] - before - line.get("output_tokens", 0)
     assert 0 < steps <= 2
+
+
+def wait_until_arrived(server: TinyServer) -> None:
+    """What was on its way to the engine, and from it to the server, while no step is made.
+
+    The server's processes have had their turns, however slow the machine is: it has answered so
+    often, and had no token more in the end than at the beginning.
+    """
+    counts: list[float] = []
+
+    def is_over() -> bool:
+        counts.append(server.total("vllm:generation_tokens_total"))
+        return len(counts) > NUM_ANSWERS and counts[-1] == counts[-1 - NUM_ANSWERS]
+
+    wait_for(is_over, 120)
 
 
 def test_failing_copies_turn_readiness_red_and_answers_go_on(
@@ -181,7 +204,7 @@ def test_queue_that_is_too_long_is_refused_and_the_accepted_finish(server: TinyS
 
     def refused() -> list[Asking]:
         asking.append(Asking(server, 400))
-        time.sleep(0.1)
+        time.sleep(0.05)
         return [one for one in asking if one.status == 429]
 
     wait_for(refused, 120)
@@ -194,7 +217,7 @@ def test_queue_that_is_too_long_is_refused_and_the_accepted_finish(server: TinyS
     for one in (one for one in asking if one.status == 429):
         assert int(one.headers["Retry-After"]) >= 1
         assert len(one.headers["X-Request-Id"]) == 32
-    wait_for(lambda: server.complete(words(5), 2).status_code == 200, 60)
+    wait_for(lambda: server.complete(words(5), 2).status_code == 200, 120)
 
 
 def test_second_signal_ends_it_at_once(server: TinyServer) -> None:
@@ -203,10 +226,10 @@ def test_second_signal_ends_it_at_once(server: TinyServer) -> None:
     asking = Asking(server, LASTING_TOKENS)
     wait_for(lambda: asking.num_events)
     server.terminate()
-    wait_for(lambda: "draining" in server.ready()[1], 30)
+    wait_for(lambda: "draining" in server.ready()[1], 120)
     server.terminate()
-    assert server.process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert server.process.wait(timeout=300) == 128 + signal.SIGTERM
     asking.join()
     assert asking.error is None
     assert asking.last["error"]["code"] == 503
-    wait_for(lambda: are_gone(processes), 60)
+    wait_for(lambda: are_gone(processes), 120)

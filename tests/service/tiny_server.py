@@ -68,14 +68,15 @@ class TinyServer(ServerProcess):
         own |= {n: v for n, v in os.environ.items() if n in ("VTOKEN_CACHE_DIR",)}
         iomp = Path(sys.prefix) / "lib" / "libiomp5.so"
         own |= {**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "VTOKEN_ADMIN_KEY": ADMIN_KEY}
+        own |= {"VTOKEN_ENGINE_TIMEOUT_SECONDS": "300"}  # a loaded machine is not a fault
         own |= {"LD_PRELOAD": str(iomp)} if iomp.exists() else {}
         model = str(make_model_folder(folder / "model"))
         super().__init__(folder / "log.txt", [model, *FLAGS, *flags], {**own, **environment})
 
     def lines(self) -> list[dict[str, Any]]:
-        """The JSON lines of its log."""
-        found = (line for line in self.text().splitlines() if line.startswith('{"time"'))
-        return [json.loads(line) for line in found]
+        """The JSON lines of its log; the last may be half written."""
+        *whole, _ = self.text().split("\n")
+        return [json.loads(line) for line in whole if line.startswith('{"time"')]
 
     def access(self, request_id: str) -> dict[str, Any]:
         """The line that ended a request."""
@@ -88,13 +89,13 @@ class TinyServer(ServerProcess):
                 ),
                 None,
             ),
-            30,
+            120,
         )
 
     def wait_until_ready(self) -> None:
         """Until the ready line, and the first answer of the engine."""
         super().wait_until_ready()
-        wait_for(lambda: self.get("/health/ready").status_code == 200, 60)
+        wait_for(lambda: self.get("/health/ready").status_code == 200)
 
     def worker(self) -> psutil.Process:
         """The process that computes, of the first engine."""
@@ -107,7 +108,7 @@ class TinyServer(ServerProcess):
 
     def post(self, path: str = "/v1/completions", **options: Any) -> httpx.Response:
         """POST."""
-        return httpx.post(self.url + path, timeout=120, **options)
+        return httpx.post(self.url + path, timeout=300, **options)
 
     def complete(self, prompt: str, max_tokens: int, **options: Any) -> httpx.Response:
         """A whole answer of exactly ``max_tokens``."""
@@ -143,9 +144,12 @@ def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     Raises:
         AssertionError: the stream ended without it.
     """
-    for line in answer.iter_lines():
-        if line == "data: [DONE]":
-            return
-        if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
+    rest = b""
+    for chunk in answer.iter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")  # U+2028 in an answer ends no line
+        for line in lines:
+            if line == b"data: [DONE]":
+                return
+            if line.startswith(b"data: "):
+                yield json.loads(line.removeprefix(b"data: "))
     raise AssertionError("the stream ended early")
