@@ -108,8 +108,9 @@ def _change_options(
     ] = None,
 ) -> ChangeOptions:
     check_query(request.query_params.multi_items(), ("dry_run", "apply_to", "note"))
+    every = request.headers.getlist("if-match")  # the parameter is the first
     return ChangeOptions(
-        expected_version=parse_if_match(if_match),
+        expected_version=parse_if_match(if_match and ", ".join(every)),
         apply_to=apply_to,
         by=key_name_of(request),
         note=note,

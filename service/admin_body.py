@@ -6,6 +6,7 @@ Values are left to the engine's own bounds; here only the form is checked.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
@@ -13,6 +14,8 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from service.errors import BadBodyError, BodyTooLargeError, RejectedError
+from service.strict import RepeatedError, members
+from service.text import encodable
 from vtoken.config import unknown_field_hint
 
 MAX_BODY_BYTES = 64 * 1024
@@ -84,11 +87,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises:
         BadBodyError: the body is not JSON, or has numbers or text that JSON does not allow.
-        RejectedError: it is JSON but not an object.
+        RejectedError: it is JSON but not an object, or a field is given twice.
     """
     try:
-        document = json.loads(body, parse_constant=_refuse_constant, parse_int=_parse_int)
+        document = json.loads(
+            body,
+            object_pairs_hook=members,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
+        )
         json.dumps(document, ensure_ascii=False).encode()  # refuses lone surrogates
+    except RepeatedError as error:
+        raise _rejected(error.name, error.value, "given once") from error
     except (ValueError, RecursionError) as error:
         raise BadBodyError(f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
@@ -119,13 +130,20 @@ def parse_version(body: bytes) -> int | None:
 
 
 def _rejected(field: str, value: object, bound: str) -> RejectedError:
-    field, shown = field[:200], repr(value)[:200]
+    field, shown = encodable(field[:200]), repr(value)[:200]
     message = f"{field}={shown} is not allowed: {bound}"
     return RejectedError(message, field=field, value=shown, bound=bound)
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError("a number is too large")
+    return number
 
 
 def _parse_int(digits: str) -> int:

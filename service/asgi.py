@@ -8,6 +8,8 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope
 
+from service.text import encodable
+
 _KINDS = {
     400: "BadRequestError",
     413: "RequestTooLargeError",
@@ -33,7 +35,11 @@ def is_work(scope: Scope) -> bool:
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, object]:
-    """OpenAI's error object, as vLLM writes it."""
+    """OpenAI's error object, as vLLM writes it.
+
+    What a client sent may be repeated in it.
+    """
+    message, param = encodable(message), None if param is None else encodable(param)
     kind = _KINDS.get(status, HTTPStatus(status).phrase.replace(" ", "") + "Error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from service.fingerprint import fingerprint
 from vtoken.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class KeySources:
         paths = [self.file] if self.file is not None else []
         if self.folder is not None:
             paths += _entries(self.folder)
-        return [(str(path), *_fingerprint(path)) for path in paths]
+        return [(str(path), *fingerprint(path)) for path in paths]
 
 
 class KeyRing:
@@ -206,14 +207,6 @@ def _read_text(path: Path, kind: str, setting: str) -> str:
     except (OSError, ValueError) as error:
         rule = f"a readable text file with one key per line ({error})"
         raise ConfigError(_variable(kind, setting), str(path), rule) from error
-
-
-def _fingerprint(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def _variable(kind: str, setting: str) -> str:

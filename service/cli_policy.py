@@ -16,6 +16,8 @@ from service.cli_client import (
     print_json,
 )
 from service.errors import UsageError
+from service.strict import RepeatedError, members
+from service.text import printable
 from vtoken.config import unknown_field_hint
 from vtoken.history import APPLY_TO
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print_json(reply)
     else:
-        print("\n".join(text))
+        print("\n".join(map(printable, text)))
     return 0
 
 
@@ -141,8 +143,8 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
     """The merge patch in ``name=value`` words.
 
     Raises:
-        UsageError: a word has no ``=``, or a name stands twice. Unknown names are the service's
-            to refuse: it may be of another version.
+        UsageError: a word has no ``=``, or a name stands twice, there or in a value. Unknown names
+            are the service's to refuse: it may be of another version.
     """
     changes: dict[str, Any] = {}
     for pair in pairs:
@@ -158,7 +160,9 @@ def parse_changes(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, object_pairs_hook=members, parse_constant=_refuse)
+    except RepeatedError as error:
+        raise UsageError(f"{error} in {text}") from error
     except ValueError:
         return text
 

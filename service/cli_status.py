@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from service.cli_client import CallError, Client, KeyRefusedError, make_parser, print_json
+from service.text import printable
 
 DESCRIPTION = "Show whether a running service is healthy, how full its pool is, and its policy."
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print_json(found)
     else:
-        print("\n".join(lines(found)))
+        print("\n".join(map(printable, lines(found))))
     return 0 if found["ready"] else 1
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.cli_client import CallError, Client, KeyRefusedError, make_parser, print_json
+from service.text import printable
 
 DESCRIPTION = """\
 Watch a running service: waste, blocks, backpressure, stalls, and the requests that hold most.
@@ -202,6 +203,7 @@ def _show(
         return
     else:
         text = lines(url, frame, size.lines - 1 if in_place else None)
+    text = [printable(line) for line in text]
     if in_place:
         text = [line[: size.columns] for line in text]
         out.write(_CLEAR + "\n".join(text) + "\n")

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.asgi import error_response, header, is_work, read_body, replay
+from service.asgi import error_response, header, is_work, path_of, read_body, replay
 from service.auth import KEY_NAME
+from service.forms import FORM_ROUTES, read_form
 
 _OUTPUT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_MAX_MESSAGE_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -83,26 +87,48 @@ class Limits:
         if messages is None:
             await _counted(scope, "max_body_bytes", _too_long(limit))(scope, receive, send)
             return
-        if (refusal := self._bad_value(messages)) is not None:
+        if (refusal := await self._bad_value(scope, messages)) is not None:
             await _counted(scope, "max_output_tokens", refusal)(scope, receive, send)
             return
         await self._app(scope, replay(messages, receive), send)
 
-    def _bad_value(self, messages: list[Message]) -> JSONResponse | None:
+    async def _bad_value(self, scope: Scope, messages: list[Message]) -> JSONResponse | None:
         """vLLM gives shorter answers than it was asked for where the bound is not said here."""
         most = self._rules.max_output_tokens
-        if not most:
-            return None
-        try:
-            document = json.loads(b"".join(m.get("body", b"") for m in messages))
-        except (ValueError, RecursionError):  # vLLM says why
-            return None
-        for name in _OUTPUT_FIELDS if isinstance(document, dict) else ():
-            value = document.get(name)
-            if isinstance(value, int) and value > most:
+        for name, value in await _output_fields(scope, messages) if most else ():
+            if _number(value) > most:
                 text = f"{name} is {value}, and this server generates at most {most} tokens"
-                return error_response(400, text, param=name)
+                return error_response(400, text[:_MAX_MESSAGE_CHARS], param=name)
         return None
+
+
+async def _output_fields(scope: Scope, messages: list[Message]) -> list[tuple[str, Any]]:
+    """How many tokens the body asks for, by the name of each field that says so."""
+    if path_of(scope) in FORM_ROUTES:
+        fields = await read_form(scope, messages)
+        return [(name, value) for name, value in fields if name in _OUTPUT_FIELDS]
+    try:
+        document = json.loads(b"".join(m.get("body", b"") for m in messages))
+    except (ValueError, RecursionError):  # vLLM says why
+        return []
+    found: list[tuple[str, Any]] = []
+    holders = {"": document}
+    if isinstance(document, dict):  # of /inference/v1/generate
+        holders["sampling_params."] = document.get("sampling_params")
+    for prefix, holder in holders.items():
+        if isinstance(holder, dict):
+            found += [(prefix + name, holder.get(name)) for name in _OUTPUT_FIELDS]
+    return found
+
+
+def _number(value: object) -> float:
+    """As vLLM reads it, to which ``12``, ``12.0`` and ``"12"`` are the same; 0 for what is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0.0
+    except OverflowError:
+        return math.inf
+    except ValueError:  # vLLM says why
+        return 0.0
 
 
 def _counted(scope: Scope, reason: str, refusal: JSONResponse) -> JSONResponse:

@@ -2,9 +2,9 @@
 
 In: ``vllm_xargs`` keys that start with ``vtoken_`` are checked before vLLM sees the request, so
 that a wrong value is a 400 for streams, too (vLLM starts a stream before the engine looks at the
-parameters), on every route that runs a model the token layer can serve. Out: with
-``vtoken_receipt`` the answer ends with a receipt; see :mod:`service.receipts`. Requests that name
-nothing of ours pass unread and unchanged.
+parameters), on every route that runs a model; where nothing would come of a key, it is refused.
+Out: with ``vtoken_receipt`` the answer ends with a receipt; see :mod:`service.receipts`. Requests
+that name nothing of ours pass unread and unchanged.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import parse_qsl
 
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service import request_ids
 from service.asgi import error_response, path_of, read_body, replay
 from service.engine_link import EngineLink
+from service.forms import FORM_ROUTES, read_form
 from service.receipts import ReceiptSender
 from vtoken.config import unknown_field_hint
 from vtoken.errors import ConfigError
 from vtoken.policies.registry import policy_for
-from vtoken.request_options import KEYS, PREFIX, RequestOptions
+from vtoken.request_options import KEYS, NO_OPTIONS, PREFIX, RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +36,24 @@ WITH_RECEIPT = frozenset({"/invocations", "/v1/chat/completions", "/v1/completio
 """Of these the first takes what the other two take, and answers as they do."""
 
 _XARGS = ("vllm_xargs",)
+_NO_OPTIONS = (
+    "/classify",
+    "/cohere/v2/chat",
+    "/generative_scoring",
+    "/pooling",
+    "/rerank",
+    "/score",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/systemone",
+    "/v2/embed",
+    "/v2/rerank",
+)
 PLACES: Mapping[str, tuple[str, ...]] = {
-    "/cohere/v2/chat": (),
-    "/generative_scoring": (),
+    **dict.fromkeys(_NO_OPTIONS, ()),
     "/inference/v1/generate": ("sampling_params", "extra_args"),
     "/invocations": _XARGS,
     "/v1/chat/completions": _XARGS,
@@ -43,21 +61,24 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "/v1/completions": _XARGS,
     "/v1/messages": _XARGS,
     "/v1/responses": _XARGS,
-    "/v1/systemone": (),
 }
-"""Every route that runs the model, and where in its body options stand; ``()``: nowhere, for vLLM
-makes its requests to the engine from other members. Embeddings, scores and transcriptions are of
-models without a token layer."""
+"""Every route that runs a model, and where in its body options stand; ``()``: nowhere, for vLLM
+makes its requests to the engine from other members, or the route is of models without a token
+layer (embeddings, scores, sound)."""
 
 CHECKED = frozenset(PLACES)
+
+_HOLDERS = frozenset(name for place in PLACES.values() for name in place)
 
 MAX_BODY_BYTES = 4 * 2**20
 """A longer body may not name anything of ours: it is not parsed here."""
 
 _MAX_MESSAGE_CHARS = 1000
+_MAX_NAME_CHARS = 200
 _ALWAYS_KEPT = ("sink_tokens", "recent_tokens")
 # "vtoken_" as it is, with an escaped letter, or in UTF-16 or UTF-32, which JSON allows too.
 _HINTS = (b"vtoken_", b"\\u00", b"\x00")
+_FORM_HINTS = _HINTS[:2]  # sound is full of zeros
 
 
 class RequestControl:
@@ -73,14 +94,8 @@ class RequestControl:
             await self._app(scope, receive, send)
             return
         messages = await read_body(receive) or []
-        body = b"".join(m.get("body", b"") for m in messages)
-        if not any(hint in body for hint in _HINTS):
-            await self._app(scope, replay(messages, receive), send)
-            return
-        state = scope["app"].state.vtoken
-        await state.link.refresh()
         try:
-            document, options = read_options(body, state.link, path)
+            document, options = await _read(scope, messages)
         except ConfigError as error:
             await _refusal(error)(scope, receive, send)
             return
@@ -91,8 +106,31 @@ class RequestControl:
         document["vllm_xargs"]["vtoken_receipt"] = key
         body = json.dumps(document).encode()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
-        sender = ReceiptSender(send, lambda: _receipt(state.link, key))
+        link = scope["app"].state.vtoken.link
+        sender = ReceiptSender(send, lambda: _receipt(link, key))
         await self._app(_with_length(scope, len(body)), replay(messages, receive), sender)
+
+
+async def _read(scope: Scope, messages: Sequence[Message]) -> tuple[dict[str, Any], RequestOptions]:
+    """What the request says, and what of it is ours; nothing if it cannot name us.
+
+    Raises:
+        ConfigError: as :func:`read_options`.
+    """
+    path, body = path_of(scope), b"".join(m.get("body", b"") for m in messages)
+    query = scope.get("query_string", b"").decode("latin-1")
+    named: list[tuple[str, Any]] = [*parse_qsl(query, keep_blank_values=True)]
+    if path in FORM_ROUTES and any(hint in body for hint in _FORM_HINTS):
+        named += await read_form(scope, messages)
+    for name, value in named:
+        _check_place({name: value}, path)
+    if path in FORM_ROUTES:
+        return {}, NO_OPTIONS
+    if not any(hint in body for hint in _HINTS):
+        return {}, NO_OPTIONS
+    link: EngineLink = scope["app"].state.vtoken.link
+    await link.refresh()
+    return read_options(body, link, path)
 
 
 def read_options(body: bytes, link: EngineLink, path: str) -> tuple[dict[str, Any], RequestOptions]:
@@ -112,17 +150,17 @@ def read_options(body: bytes, link: EngineLink, path: str) -> tuple[dict[str, An
         if b"vtoken_" in body:
             bound = f"bodies that name it may have at most {MAX_BODY_BYTES} bytes"
             raise ConfigError("vtoken_*", f"in {len(body)} bytes", bound)
-        return {}, RequestOptions()
+        return {}, NO_OPTIONS
     try:
-        document = json.loads(body)
+        document = json.loads(body, object_pairs_hook=_members)
     except (ValueError, RecursionError):
-        return {}, RequestOptions()
+        return {}, NO_OPTIONS
     if not isinstance(document, dict):
-        return {}, RequestOptions()
+        return {}, NO_OPTIONS
     _check_place(document, path)
     ours = _ours_at(document, PLACES[path])
     if not ours:
-        return document, RequestOptions()
+        return document, NO_OPTIONS
     first = next(iter(ours))
     if link.mode == "off":
         bound = "this server runs in mode off, without the token layer"
@@ -130,6 +168,17 @@ def read_options(body: bytes, link: EngineLink, path: str) -> tuple[dict[str, An
     if document.get("use_beam_search"):
         raise ConfigError(first, ours[first], "not together with use_beam_search")
     return document, _checked(RequestOptions.parse(ours), link, path)
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a body. Of two members of one name the last would count, unseen."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        times = Counter(name for name, _ in pairs)
+        for name, value in pairs:
+            if times[name] > 1 and (name.startswith(PREFIX) or name in _HOLDERS):
+                raise ConfigError(name, value, "given once")
+    return found
 
 
 def _checked(options: RequestOptions, link: EngineLink, path: str) -> RequestOptions:
@@ -170,7 +219,7 @@ def _refusal(error: ConfigError) -> JSONResponse:
     text = str(error)
     if len(text) > _MAX_MESSAGE_CHARS:
         text = text[:_MAX_MESSAGE_CHARS] + f"… is not allowed: {error.bound}"
-    return error_response(400, text, param=error.field)
+    return error_response(400, text, param=error.field[:_MAX_NAME_CHARS])
 
 
 async def _receipt(link: EngineLink, key: str) -> dict[str, Any]:

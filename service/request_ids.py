@@ -17,6 +17,7 @@ from typing import Any
 from starlette.types import Message, Scope, Send
 
 from service.asgi import header, path_of
+from service.text import printable
 
 HEADER = b"x-request-id"
 MAX_ID_CHARS = 128
@@ -29,7 +30,7 @@ class RequestRecord:
 
     Attributes:
         request_id: in the header of the answer and in the engine's ids.
-        method, path: of the request line, without the query.
+        method, path: of the request line, without the query, and on one line.
         started: monotonic seconds.
         status: of the answer; 0 while there is none.
         prompt_tokens, output_tokens: sums over its sequences, 0 for other requests.
@@ -67,7 +68,7 @@ def open_record(scope: Scope) -> tuple[RequestRecord, Scope]:
     request_id = valid_or_new(header(scope, HEADER))
     headers = [(key, value) for key, value in scope["headers"] if key.lower() != HEADER]
     headers.append((HEADER, request_id.encode()))
-    record = RequestRecord(request_id, scope["method"], path_of(scope))
+    record = RequestRecord(request_id, scope["method"], printable(path_of(scope)))
     return record, {**scope, "headers": headers, "state": scope.get("state", {})}
 
 

@@ -58,6 +58,8 @@ RANKS: dict[str, int] = {
     "vtoken.policy_control": 7,
     "vtoken.token_layer": 8,
     INTEGRATION: 9,
+    "service.fingerprint": 9,
+    "service.strict": 9,
     "service.auth_keys": 10,
     "service.settings.layers": 10,
     "service.settings.base": 11,

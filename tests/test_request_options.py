@@ -74,6 +74,7 @@ NO_SPANS = ["", "0", "0:0", "5:4", "-1:3", "0:3;4:5", "0:3,", "a:b", "0:1:2", "Ù
             )
             for v in ("", "{", "[1]", "null", '{"a": NaN}', "[" * 4000, {"a": 1}, 7, " " * 5000)
         ),
+        ({"policy": "h2o", "policy_args": '{"a": 1, "a": 2}'}, "policy_args", "each name once"),
         *(
             ({"keep_ratio": v}, "keep_ratio", "0 < vtoken_keep_ratio <= 1")
             for v in (0, -0.5, 1.01, float("nan"), float("inf"), "0.5", True, [0.5])

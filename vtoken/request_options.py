@@ -194,16 +194,26 @@ def _policy_key(options: RequestOptions) -> tuple[str, str] | None:
 
 def _checked_args(text: object) -> dict[str, Any]:
     """The arguments; whether the policy has them is for the policy to say."""
-    bound = f"a JSON object written as a string of at most {MAX_ARGS_CHARS} characters"
+    bound = (
+        f"a JSON object written as a string of at most {MAX_ARGS_CHARS} characters, each name once"
+    )
     if not isinstance(text, str) or len(text) > MAX_ARGS_CHARS:
         raise ConfigError("vtoken_policy_args", text, bound)
     try:
-        args = json.loads(text, parse_constant=_refuse_constant)
+        args = json.loads(text, object_pairs_hook=_members, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConfigError("vtoken_policy_args", text, bound) from error
     if not isinstance(args, dict):
         raise ConfigError("vtoken_policy_args", text, bound)
     return args
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two members of one name the last would count, and the other be lost without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice")
+    return found
 
 
 def _refuse_constant(name: str) -> NoReturn:

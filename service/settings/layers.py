@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from service.strict import StrictLoader
 from vtoken.errors import ConfigError
 
 ENV_PREFIX = "VTOKEN_"
@@ -105,10 +106,14 @@ def read_file(path: Path) -> dict[str, Any]:
     return found
 
 
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, StrictLoader)
+
+
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
-    ".yaml": yaml.safe_load,
-    ".yml": yaml.safe_load,
-    ".json": yaml.safe_load,
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+    ".json": _read_yaml,
     ".toml": tomllib.loads,
 }
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from service.settings.base import rule_of
 from service.settings.given import given_settings
+from service.strict import members
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
 
@@ -68,7 +69,7 @@ def is_list(hint: Any) -> bool:
 
 def _parse_object(value: object) -> object:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return json.loads(value, object_pairs_hook=members) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"not JSON ({error})") from error
 

@@ -124,7 +124,7 @@ class Door:
     def send(
         self, method: str, path: str, *, key: str | None = ADMIN_KEY, **options: Any
     ) -> httpx.Response:
-        headers = dict(options.pop("headers", {}))
+        headers = httpx.Headers(options.pop("headers", None))
         if key is not None:
             headers.setdefault("Authorization", f"Bearer {key}")
 

@@ -56,6 +56,13 @@ def test_patch_with_unreadable_version_is_a_bad_request(door, engine, header):
     assert engine.calls == []
 
 
+def test_two_versions_are_not_chosen_from(door, engine):
+    """Two headers are a list, as two tags in one are."""
+    headers = [("If-Match", '"0"'), ("If-Match", '"1"')]
+    assert door.patch({"theta_f": 0.5}, headers=headers).status_code == 400
+    assert engine.calls == []
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "in_bound"),
     [
@@ -89,6 +96,8 @@ def test_patch_refuses_with_field_and_bound(door, engine, changes, field, in_bou
         b"theta_f=0.5",
         b'{"theta_f": NaN}',
         b'{"theta_f": Infinity}',
+        b'{"low_watermark_ratio": 1e400}',
+        b'{"policy_args": {"a": [-1e400]}}',
         b'{"budget_tokens": 99999999999999999999}',
         b'{"policy": "\\ud800"}',
         b'{"policy": "\xff"}',
@@ -101,6 +110,24 @@ def test_patch_refuses_what_is_not_json(door, engine, body):
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "BadBody"
     assert "Traceback" not in response.text
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"theta_f": 0.1, "mode": "lazy", "theta_f": 0.9}', "theta_f"),
+        (b'{"policy": "random", "policy_args": {"a": 1, "a": 2}}', "a"),
+        (b'{"\\ud800": 1, "\\ud800": 2}', "\\ud800"),
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), [("PATCH", ""), ("POST", "/rollback")])
+def test_fields_given_twice_are_refused(door, engine, body, field, method, path):
+    """422: the last would count, and the other be lost without a word."""
+    response = door.send(method, "/admin/policy" + path, content=body)
+    assert response.status_code == 422
+    assert response.json()["error"]["field"] == field
+    assert response.json()["error"]["bound"] == "given once"
     assert engine.calls == []
 
 

@@ -19,6 +19,7 @@ from service import auth_access, cli, cli_top
 from service.auth_access import AccessRules
 from service.auth_keys import KeyRing
 from service.cli_client import Client, make_parser
+from tests.core_models import make_request
 from tests.service.conftest import ADMIN_KEY
 from tests.service.ui_server import PoolEngine, UiServer
 
@@ -137,6 +138,7 @@ def test_dry_run_changes_nothing(server, engine, capsys):
         (["policy", "set", "theta=1"], 2, "did you mean 'theta_f'?"),
         (["policy", "set", "theta_f"], 2, "'theta_f' is not FIELD=VALUE"),
         (["policy", "set", "theta_f=0.1", "theta_f=0.2"], 2, "theta_f is given twice"),
+        (["policy", "set", 'policy_args={"a": 1, "a": 2}'], 2, "'a' is given twice in"),
         (["policy", "set"], 2, "see vtoken-serve policy set --help"),
         (["policy", "get", "theta"], 2, "did you mean 'theta_f'?"),
         (["policy", "rollback", "9"], 2, "version"),
@@ -230,6 +232,17 @@ def test_top_prints_plain_frames_where_there_is_no_terminal(server, engine, caps
     assert f"F {engine.layer.occupancy.waste_ratio:.2f}" in out
     frame = json.loads(run(capsys, "top", "--once", "--interval", "0.1", "--json")[1])
     assert frame["rates_per_second"].keys() == cli_top.RATES.keys()
+
+
+def test_nothing_that_others_wrote_moves_the_cursor(server, engine, capsys):
+    """Neither the note of another admin nor the id that a client gave its request."""
+    assert run(capsys, "policy", "set", "theta_f=0.4", "--note", "a\x1b[2J\nb")[0] == 0
+    assert r"note: a\x1b[2J\nb" in run(capsys, "policy", "history")[1]
+    make_request(engine.layer, engine.pool, "id\x1b[31m\rforged", num_tokens=100)
+    for command in (["top", "--once", "--interval", "0.1"], ["policy", "set", "theta_f=0.1"]):
+        out = run(capsys, *command, *(["--dry-run"] if command[0] == "policy" else []))[1]
+        assert r"id\x1b[31m\rforged" in out
+        assert "\x1b" not in out
 
 
 def test_top_sends_the_key_that_metrics_may_need(server, engine, capsys):

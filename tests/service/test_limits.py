@@ -87,7 +87,13 @@ def test_longer_body_is_413_and_never_arrives(declared: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
-@pytest.mark.parametrize(("value", "status"), [(10, 200), (11, 400), (None, 200), ("x", 200)])
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        *((value, 200) for value in (10, 10.0, "10", None, "x", True, "nan", [11])),
+        *((value, 400) for value in (11, 11.0, "11", " 1_1 ", 1e300, 10**400, "9" * 5000)),
+    ],
+)
 def test_output_bound(name: str, value: object, status: int) -> None:
     """The field is named; what is not a number is vLLM's to refuse."""
 
@@ -98,6 +104,25 @@ def test_output_bound(name: str, value: object, status: int) -> None:
         assert house.refused == ({"max_output_tokens": 1} if status == 400 else {})
         if status == 400:
             assert answer.json()["error"]["param"] == name
+            assert len(answer.content) < 2000
+
+    asyncio.run(run())
+
+
+def test_output_bound_of_sampling_parameters_and_forms() -> None:
+    """Where ``/inference/v1/generate`` and the audio routes have it; vLLM's default stays."""
+
+    async def run() -> None:
+        house = House(max_output_tokens=10)
+        for value, status in ((10, 200), (11, 400), (None, 200)):
+            body = {"token_ids": [1], "sampling_params": {"max_tokens": value}}
+            answer = await house.post("/inference/v1/generate", json=body)
+            assert answer.status_code == status
+            given = {} if value is None else {"max_completion_tokens": str(value)}
+            files = {"file": ("a.wav", b"\0max_tokens")}
+            answer = await house.post("/v1/audio/transcriptions", data=given, files=files)
+            assert answer.status_code == status
+        assert house.refused == {"max_output_tokens": 2}
 
     asyncio.run(run())
 

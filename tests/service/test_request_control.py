@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from service import request_control
 from service.endpoint_plugin import make_plugin
+from service.forms import FORM_ROUTES
 from service.receipts import ReceiptSender, with_member
 from service.request_control import PLACES, WITH_RECEIPT
 from service.routes import ROUTES, Access
@@ -23,20 +24,7 @@ CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 WITH_XARGS = sorted(path for path, place in PLACES.items() if place == ("vllm_xargs",))
 NO_MODEL_OF_OURS = {
-    # no generation
-    "/classify",
-    "/pooling",
-    "/rerank",
-    "/score",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v1/score",
-    "/v2/embed",
-    "/v2/rerank",
-    # sound, which the token layer refuses at start
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-    "/v1/realtime",
+    "/v1/realtime",  # a web socket, of models for sound
     # no model at all
     "/cohere/v2/chat/render",
     "/detokenize",
@@ -62,6 +50,8 @@ NO_MODEL_OF_OURS = {
     "/v1/responses/{response_id}/cancel",
 }
 """Routes behind an API key whose bodies may say about eviction what they like."""
+SOUND = ("a.wav", b"RIFF\0vtoken_policy\0\xff", "audio/wav")
+"""Of no form: it merely has our name in it."""
 RECEIPT = {"policy": "h2o", "policy_version": 1, "evicted_tokens": 12}
 EVENTS = [
     'data: {"id":"chatcmpl-1","object":"chunk","created":5,"model":"m","choices":[{"index":0}]}',
@@ -86,12 +76,13 @@ class Service:
         link.document = VTokenConfig().to_dict()
         self.link = link
         self.app.state.vtoken = SimpleNamespace(link=link)
-        for path in (*request_control.CHECKED, "/v1/embeddings"):
+        for path in (*request_control.CHECKED, "/tokenize"):
             self.app.post(path)(self._serve)
 
     async def _serve(self, request: Request) -> Any:
         self.raw = await request.body()
-        self.seen.append(await request.json())
+        is_form = "form" in request.headers["content-type"]
+        self.seen.append({} if is_form else await request.json())
         assert int(request.headers["content-length"]) == len(self.raw)
         if b'"stream": true' in self.raw:
             return StreamingResponse(self._events(), media_type="text/event-stream")
@@ -103,14 +94,15 @@ class Service:
 
     def post(self, body: Any, path: str = CHAT) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.send(path, content=content, headers={"content-type": "application/json"})
 
-        async def send() -> httpx.Response:
+    def send(self, path: str, **options: Any) -> httpx.Response:
+        async def run() -> httpx.Response:
             transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                headers = {"content-type": "application/json"}
-                return await client.post(path, content=content, headers=headers)
+                return await client.post(path, **options)
 
-        return asyncio.run(send())
+        return asyncio.run(run())
 
 
 @pytest.fixture
@@ -192,7 +184,7 @@ def test_mode_off_refuses_with_the_reason(engine, make, path):
     assert service.post(at(path, {"vllm_xargs": {"theirs": 1}}), path).status_code == 200
 
 
-@pytest.mark.parametrize("path", sorted(request_control.CHECKED))
+@pytest.mark.parametrize("path", sorted(request_control.CHECKED - FORM_ROUTES))
 @pytest.mark.parametrize("place", [(), ("vllm_xargs",), ("sampling_params", "extra_args")])
 def test_options_elsewhere_are_refused_with_the_place(service, path, place):
     """vLLM drops members that it does not know; it is said where they belong, if anywhere."""
@@ -206,6 +198,130 @@ def test_options_elsewhere_are_refused_with_the_place(service, path, place):
     assert service.seen == []
 
 
+@pytest.mark.parametrize("mode", ["lazy", "off"])
+@pytest.mark.parametrize("path", sorted(FORM_ROUTES))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vtoken_policy": "h2o"},
+        {"vllm_xargs": '{"vtoken_policy": "h2o"}'},
+        {"vllm_xargs": '{"\\u0076token_policy": "h2o"}'},
+        {"vllm_xargs": ['{"vtoken_policy": "h2o"}', "{}"]},
+        {"vtoken_policy": ["h2o", "h2o"], "model": "m"},
+    ],
+)
+def test_forms_are_checked_as_json_is(engine, make, path, fields, mode):
+    """vLLM drops fields that it does not know, and the models of these routes have no evictions."""
+    service = Service(engine, make, mode)
+    answer = service.send(path, data=fields, files={"file": SOUND})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vtoken_policy"
+    assert f"not on {path}" in answer.json()["error"]["message"]
+    assert service.seen == []
+
+
+@pytest.mark.parametrize("path", sorted(FORM_ROUTES))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "vtoken_policy", "vllm_xargs": '{"theirs": "vtoken_"}'},
+        {"vllm_xargs": '{"vtoken_policy'},
+        {"vllm_xargs": "[1]"},
+        {},
+    ],
+)
+def test_other_forms_pass_byte_for_byte(service, path, fields):
+    """Sound may have any bytes, and a field that vLLM cannot read is for it to refuse."""
+    assert service.send(path, data=fields, files={"file": SOUND}).json() == service.answer
+    assert SOUND[1] in service.raw
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("multipart/form-data", b"vtoken_policy"),
+        ("multipart/form-data; boundary=x", b"vtoken_policy"),
+        ("multipart/form-data; boundary=x", b"--x\r\n\r\nvtoken_policy\r\n--x--"),
+    ],
+)
+def test_forms_that_cannot_be_read_are_left_to_vllm(service, kind, body):
+    """It has its own words for them."""
+    path = min(FORM_ROUTES)
+    answer = service.send(path, content=body, headers={"content-type": kind})
+    assert (answer.status_code, service.raw) == (200, body)
+
+
+def test_form_of_a_client_that_went_away_is_passed_on(service):
+    """The application hears of it."""
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.extend([(await receive())["type"], (await receive())["type"]])
+
+    async def run() -> None:
+        part = {"type": "http.request", "body": b"--x\r\nvtoken_", "more_body": True}
+        waiting = iter([part, {"type": "http.disconnect"}])
+
+        async def receive() -> dict[str, Any]:
+            return next(waiting)
+
+        headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+        scope = {"type": "http", "method": "POST", "path": min(FORM_ROUTES), "headers": headers}
+        await request_control.RequestControl(app)({**scope, "app": service.app}, receive, None)
+
+    asyncio.run(run())
+    assert heard == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.parametrize("path", sorted(request_control.CHECKED))
+@pytest.mark.parametrize("query", ["vtoken_policy=h2o", "a=1&vtoken%5Fpolicy"])
+def test_options_in_the_query_are_refused(service, path, query):
+    """vLLM drops those, too."""
+    answer = service.send(f"{path}?{query}", content=b"{}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "vtoken_policy"
+    assert service.seen == []
+    headers = {"content-type": "application/json"}
+    assert service.send(path + "?theirs=1", content=b"{}", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"vllm_xargs": {"vtoken_policy": "h2o", "vtoken_policy": "none"}}', "vtoken_policy"),
+        (b'{"vllm_xargs": {"vtoken_policy": "h2o"}, "vllm_xargs": {}}', "vllm_xargs"),
+    ],
+)
+def test_options_given_twice_are_refused(service, body, param):
+    """The last would count, and the other be lost without a word."""
+    answer = service.post(body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "given once" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name", ["vtoken_\ud800", "vtoken_\0", "vtoken_\n", "vtoken_é", "vtoken_" + "x" * 10**6]
+)
+def test_strange_names_are_refused_in_a_short_answer(service, name):
+    """Half of a surrogate pair, too, which no answer can carry as it is."""
+    for given in ({"vllm_xargs": {name: 1}}, {name: name}):
+        answer = service.post(given)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("vtoken_")
+        assert len(answer.content) < 4000
+
+
+@pytest.mark.parametrize("value", ["1e400", "-1e400", "NaN", "Infinity", "true", '"0.5"', "1e-400"])
+def test_numbers_that_are_none_are_refused(service, value):
+    """Whatever Python makes of them."""
+    for name in ("keep_ratio", "budget_tokens"):
+        answer = service.post(
+            b'{"vllm_xargs": {"vtoken_%s": %s}}' % (name.encode(), value.encode())
+        )
+        assert answer.json()["error"]["param"] == f"vtoken_{name}"
+
+
 def test_generate_takes_options_of_its_sampling_parameters(service):
     """Valid ones pass byte for byte."""
     body = b'{"token_ids": [1], "sampling_params": {"extra_args":  {"vtoken_evict": false}}}'
@@ -213,7 +329,7 @@ def test_generate_takes_options_of_its_sampling_parameters(service):
     assert service.raw == body
 
 
-@pytest.mark.parametrize("path", [*WITH_XARGS, "/v1/embeddings"])
+@pytest.mark.parametrize("path", [*WITH_XARGS, "/tokenize"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -325,7 +441,7 @@ def test_nobody_who_did_not_ask_gets_one(with_receipts, engine):
     assert engine.calls == []
 
 
-@pytest.mark.parametrize("path", sorted(request_control.CHECKED - WITH_RECEIPT))
+@pytest.mark.parametrize("path", sorted(request_control.CHECKED - WITH_RECEIPT - FORM_ROUTES))
 def test_receipt_elsewhere_is_refused(service, path):
     """Rather than asked for and never seen."""
     answer = service.post(at(path, xargs(receipt=True)), path)

@@ -14,6 +14,7 @@ from vllm.entrypoints.launchers.app import build_app
 
 from service import arguments
 from service.endpoint_plugin import make_plugin
+from service.forms import FORM_ROUTES
 from service.routes import ROUTES, TABLE, Access, access_of, route_path
 from service.settings.vllm_variables import vllm_environment
 from vtoken.errors import ConfigError
@@ -147,3 +148,14 @@ def test_paths_are_matched_whole(path, access):
 def test_proxy_prefix_is_taken_off_whole(root, path, inside):
     """As the router does it: else a path could be checked as one route and served as another."""
     assert route_path({"path": path, "root_path": root}) == inside
+
+
+def test_routes_that_take_forms_are_known(monkeypatch):
+    """Their bodies are read as such."""
+    found = {
+        path
+        for path, operations in make_app(monkeypatch).openapi()["paths"].items()
+        for operation in operations.values()
+        if "multipart/form-data" in operation.get("requestBody", {}).get("content", {})
+    }
+    assert found == FORM_ROUTES

@@ -76,6 +76,7 @@ def test_unreadable_variable_is_named(monkeypatch, variable, text):
     [
         (["--vtoken-policy-args", "[1]"], "valid dictionary"),
         (["--vtoken-policy-args", "x"], "policy_args='x' is not allowed: not JSON"),
+        (["--vtoken-policy-args", '{"a": 1, "a": 2}'], "'a' is given twice"),
         (["--vtoken-score-layers", "1,x"], "valid integer"),
         (["--vtoken-score-layers", ""], "valid integer"),
         (["--vtoken-score-layers", "1,1"], "distinct"),
