@@ -6,6 +6,7 @@ belongs to the other port. Probes, version and metrics are on both.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.auth_access import ON_ADMIN_PORT
 from service.errors import UsageError
 from service.settings.vllm_variables import keep_alive_seconds
+from service.tls import CertificateFiles, follow
 
 logger = logging.getLogger(__name__)
 
@@ -81,34 +83,29 @@ def make_server(app: ASGIApp, args: Namespace) -> AdminServer:
     return AdminServer(config)
 
 
-async def serve(app: ASGIApp, args: Namespace, sock: socket.socket) -> None:
-    """Serve the admin routes on ``sock`` until cancelled."""
+async def serve(
+    app: ASGIApp, args: Namespace, sock: socket.socket, renewed: CertificateFiles | None = None
+) -> None:
+    """Serve the admin routes on ``sock`` until cancelled.
+
+    Args:
+        app: the whole app.
+        args: vLLM's parsed arguments.
+        sock: listening.
+        renewed: the files of its certificate, if they are to be read again when they change.
+    """
     host, port = sock.getsockname()[:2]
     logger.info("the admin routes are on %s port %d, and there only", host, port)
     server = make_server(app, args)
-    with sock, _fresh_certificate(server.config, args):
+    tasks = []
+    if renewed is not None:
+        assert server.config.ssl is not None
+        tasks.append(asyncio.create_task(follow(server.config.ssl, renewed)))
+    with sock:
         try:
             await server.serve(sockets=[sock])
         finally:
+            for task in tasks:
+                task.cancel()
             for listener in getattr(server, "servers", ()):
                 listener.close()
-
-
-@contextlib.contextmanager
-def _fresh_certificate(config: uvicorn.Config, args: Namespace) -> Iterator[None]:
-    """Serve a certificate that is replaced on disk from then on, as the main port does."""
-    if config.ssl is None or not args.enable_ssl_refresh:
-        yield
-        return
-    from vllm.entrypoints.launchers.utils.ssl import SSLCertRefresher
-
-    refresher = SSLCertRefresher(
-        ssl_context=config.ssl,
-        key_path=args.ssl_keyfile,
-        cert_path=args.ssl_certfile,
-        ca_path=args.ssl_ca_certs,
-    )
-    try:
-        yield
-    finally:
-        refresher.stop()

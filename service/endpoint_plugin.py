@@ -26,6 +26,7 @@ from service import (
     openai_errors,
     operations,
     shared_metrics,
+    tls,
     ui,
 )
 from service.auth import AdminGuard
@@ -92,10 +93,12 @@ class VTokenEndpointPlugin:
         )
         link = self._make_link(engine_client, config, shared)
         state.vtoken = ServiceState(link, self._guard, operated)
+        if (renewed := tls.take_refresh(args)) is not None:
+            state.vtoken.start(tls.follow_on_main_port(state, renewed))
         if self._settings.admin_port is not None:
             sock = shared.admin_sock if shared is not None else None
             sock = sock or admin_port.bind(self._settings.admin_host, self._settings.admin_port)
-            state.vtoken.start(admin_port.serve(self._app, args, sock))
+            state.vtoken.start(admin_port.serve(self._app, args, sock, renewed))
         if engine_client is None:
             return
         model = str(engine_client.vllm_config.model_config.served_model_name)

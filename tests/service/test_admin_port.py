@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import warnings
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from service import admin_port
 from service.auth_access import ON_ADMIN_PORT
 from service.errors import UsageError
+from service.tls import CHECK_INTERVAL_SECONDS, take_refresh
 from tests.service.certificates import make_certificate
 
 PLAIN = Namespace(
@@ -42,7 +42,7 @@ def with_tls(folder: Path, **others: object) -> Namespace:
 async def serving(args: Namespace) -> AsyncIterator[int]:
     """The port of the app below."""
     sock = admin_port.bind("127.0.0.1", 0)
-    task = asyncio.create_task(admin_port.serve(app, args, sock))
+    task = asyncio.create_task(admin_port.serve(app, args, sock, take_refresh(args)))
     try:
         yield sock.getsockname()[1]
     finally:
@@ -103,23 +103,19 @@ def test_ciphers_are_those_of_the_main_port(tmp_path):
 @pytest.mark.parametrize("refreshed", [False, True])
 def test_certificate_is_replaced_as_on_the_main_port(tmp_path, refreshed):
     """With ``--enable-ssl-refresh`` without a restart, and else not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import vllm.entrypoints.launchers.utils.ssl  # noqa: F401  (it warns)
 
     async def run() -> None:
         args = with_tls(tmp_path, enable_ssl_refresh=refreshed)
         old = ssl.PEM_cert_to_DER_cert((tmp_path / "cert").read_text())
         async with serving(args) as port, asyncio.timeout(60):
             assert (await handshake(port))[0] == old
-            for serial in range(2, 1000):  # again and again: the first may come before the watch
-                make_certificate(tmp_path, serial)
-                new = ssl.PEM_cert_to_DER_cert((tmp_path / "cert").read_text())
-                await asyncio.sleep(0.5)
-                served = (await handshake(port))[0]
-                if served == new or (not refreshed and serial == 4):
-                    break
-            assert served == (new if refreshed else old)
+            make_certificate(tmp_path, 2)
+            new = ssl.PEM_cert_to_DER_cert((tmp_path / "cert").read_text())
+            if not refreshed:
+                await asyncio.sleep(2 * CHECK_INTERVAL_SECONDS)
+                assert (await handshake(port))[0] == old
+            while refreshed and (await handshake(port))[0] != new:
+                await asyncio.sleep(0.05)
 
     asyncio.run(run())
 
