@@ -189,6 +189,9 @@ class ErrorDetails(_Open):
     field: str | None = Field(default=None, examples=["theta_f"])
     value: str | None = Field(default=None, examples=["1.5"])
     bound: str | None = Field(default=None, examples=["a number with 0 <= theta_f < 1"])
+    change: Literal["not_made", "sent", "open"] | None = Field(
+        default=None, description="Of a 503: what became of the change."
+    )
 
 
 class ErrorBody(BaseModel):

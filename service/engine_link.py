@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from service.errors import (
     AdminError,
@@ -32,10 +33,19 @@ UtilityCall: TypeAlias = Callable[..., Awaitable[Any]]
 """``await call("vtoken_call", op, payload)``; vLLM's ``call_utility_async`` has this shape."""
 
 _MAX_VALUE_CHARS = 1000
-_OPEN_END = (
-    "; the change may be made all the same: look at GET /admin/policy/history before you send it "
-    "again, or send it with If-Match"
-)
+ChangeFate = Literal["not_made", "sent", "open"]
+
+change_fate: ContextVar[ChangeFate] = ContextVar("vtoken_change_fate", default="open")
+"""What is sure about the change that this task has asked for, should its patience end now. Whoever
+carries the call to the engine sets it where more is known than nothing."""
+
+_FATES: Mapping[ChangeFate, str] = {
+    "not_made": "; nothing was changed",
+    "sent": "; the change was sent to every engine, and each makes it when it answers again: "
+    "GET /admin/policy has it then",
+    "open": "; the change may be made all the same: look at GET /admin/policy/history before you "
+    "send it again, or send it with If-Match",
+}
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,9 @@ class EngineLink:
         Raises:
             RejectedError: a field is unknown, fixed while running or out of bounds.
             StaleVersionError: a version is expected and is not the present one.
-            EngineGoneError: whether the change is made is open. One engine makes none that it has
-                not begun when time is up; of several, some may not have answered the call that
-                makes it, and still do as it says.
+            EngineGoneError: its detail ``change`` says what becomes of it. One engine makes none
+                that it has not begun when time is up; several make all that they were sent after
+                each had tried it.
         """
         return await self._change("set_policy", {"changes": dict(changes)}, options)
 
@@ -194,6 +204,7 @@ class EngineLink:
     async def _reply(self, op: str, payload: Mapping[str, Any] | None) -> Any:
         if self._is_dead():
             raise EngineGoneError("the engine is dead")
+        change_fate.set("open")
         try:
             # vLLM never resolves the future of a call whose engine died: only time ends it.
             async with asyncio.timeout(self._timeout_seconds):
@@ -208,11 +219,11 @@ class EngineLink:
     def _gone(self, op: str, payload: Mapping[str, Any] | None) -> AdminError:
         if self._is_dead():
             return EngineGoneError("the engine is dead")
-        is_change = payload is not None and payload.get("dry_run") is False
-        return EngineGoneError(
-            f"the engine did not answer {op!r} within {self._timeout_seconds:g} s"
-            f"{_OPEN_END if is_change else ''}"
-        )
+        text = f"the engine did not answer {op!r} within {self._timeout_seconds:g} s"
+        if payload is None or payload.get("dry_run") is not False:
+            return EngineGoneError(text)
+        fate = change_fate.get()
+        return EngineGoneError(text + _FATES[fate], change=fate)
 
 
 def _raise_refusal(op: str, error: object) -> NoReturn:
@@ -225,7 +236,7 @@ def _raise_refusal(op: str, error: object) -> NoReturn:
     if fields.get("type") == "VersionConflict":
         raise StaleVersionError(message)
     if fields.get("type") == "TooLate":
-        raise EngineGoneError(message)
+        raise EngineGoneError(message, change="not_made")
     if fields.get("type") == "ModeOff":
         raise ModeOffError(message)
     raise EngineFaultError(f"the engine failed at {op!r}: {message}")

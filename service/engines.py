@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from multiprocessing.synchronize import Lock
 from typing import Any
 
-from service.engine_link import UTILITY_NAME, UtilityCall
+from service.engine_link import UTILITY_NAME, UtilityCall, change_fate
 
 PULSE_NAME = "vtoken_pulse"
 
@@ -89,12 +89,14 @@ class AllEngines:
         if payload.get("dry_run"):
             _, answer = await self._tried(method, op, payload)
             return answer
+        change_fate.set("not_made")
         async with self._own_lock, _held(self._change_lock):
             # All or none: bounds may depend on an engine's pool.
             trial, answer = await self._tried(method, op, payload)
             if "ok" not in answer:
                 return answer
             made = {**payload, "expected_version": None, "next_version": _next_version(trial)}
+            change_fate.set("sent")
             return await self._merged(method, op, made)
 
     async def _tried(self, method: str, op: str, payload: Any) -> tuple[Sequence[Reply], Reply]:

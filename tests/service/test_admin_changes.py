@@ -384,6 +384,7 @@ def test_change_that_was_given_up_is_not_made_later(make):
     for answer in (rollback(hasty), hasty.patch({"sink_tokens": 2})):
         assert answer.status_code == 503
         assert "/admin/policy/history" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["change"] == "open"
     late = engine.end_step()
     assert [answer["error"]["type"] for answer in late] == ["TooLate", "TooLate"]
     assert len(history(door)) == 2

@@ -56,11 +56,15 @@ def test_silence_leaves_open_what_becomes_of_a_change(make, engine):
     link = make.link(engine, timeout_seconds=0.05)
     for op in ("set_policy", "rollback_policy"):
         args = ({"theta_f": 0.5},) if op == "set_policy" else (None,)
-        with pytest.raises(EngineGoneError, match=r"GET /admin/policy/history .* with If-Match"):
+        with pytest.raises(
+            EngineGoneError, match=r"GET /admin/policy/history .* with If-Match"
+        ) as e:
             call(link, op, *args)
+        assert e.value.details == {"change": "open"}
         with pytest.raises(EngineGoneError) as caught:
             call(link, op, *args, ChangeOptions(dry_run=True))
         assert "history" not in str(caught.value)
+        assert caught.value.details == {}
 
 
 def test_engine_that_dies_during_the_call_is_gone(make, engine):

@@ -351,6 +351,29 @@ def test_changes_from_several_processes_do_not_mix() -> None:
     assert seen[-1] == (9, True), "a preview needs no lock"
 
 
+@pytest.mark.parametrize(
+    ("hanging", "fate", "words"),
+    [("trial", "not_made", "nothing was changed"), ("change", "sent", "GET /admin/policy has it")],
+)
+def test_a_change_without_an_answer_says_what_becomes_of_it(fleet, hanging, fate, words):
+    """While it is tried nothing is made of it; once it was sent, every engine makes it."""
+    _, engines = fleet
+    answers: list[Any] = []
+
+    async def call_all(method: str, op: str, payload: dict[str, Any]) -> list[Any]:
+        if (hanging == "trial") is payload["dry_run"]:
+            answers.append(lambda: [engine.answer(op, payload) for engine in engines])
+            await asyncio.sleep(600)
+        return [engine.answer(op, payload) for engine in engines]
+
+    link = EngineLink(AllEngines(call_all), mode="lazy", is_dead=bool, timeout_seconds=0.05)
+    with pytest.raises(EngineGoneError, match=words) as refused:
+        run(link.set_policy({"headroom_blocks": 8}))
+    assert refused.value.body()["error"]["change"] == fate
+    answers[0]()  # the engines' steps end
+    assert {engine.version for engine in engines} == {1 if fate == "not_made" else 2}
+
+
 def test_a_change_that_is_given_up_leaves_the_lock_alone() -> None:
     """It waited for another process; once that has let go, the next change gets the lock."""
     lock = multiprocessing.get_context("spawn").Lock()
@@ -365,7 +388,7 @@ def test_a_change_that_is_given_up_leaves_the_lock_alone() -> None:
 
     async def sequence() -> None:
         assert lock.acquire(block=False)
-        with pytest.raises(EngineGoneError):
+        with pytest.raises(EngineGoneError, match="nothing was changed"):
             await make_link(0.05).set_policy({"headroom_blocks": 8})
         lock.release()
         await asyncio.sleep(0.1)  # for whoever might still wait
