@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.integration.peak_memory import PeakMemory
 from vtoken.errors import TokenTableError
 from vtoken.integration.vllm import device_rows
 from vtoken.integration.vllm.device_rows import DeviceSlotRows
@@ -204,7 +205,7 @@ def test_columns_beyond_the_row_are_refused(make_rows):
 
 def test_many_rows_are_rewritten_in_parts(make_rows, monkeypatch):
     """What a device needs beside its table is bounded, and parts give the same rows."""
-    monkeypatch.setattr(device_rows, "_MOST_ENTRIES", 50)
+    monkeypatch.setattr(device_rows, "WORK_BYTES", 50 * device_rows._COLUMN_BYTES)
     rows = make_rows()
     for i in range(MAX_REQS):
         rows.set_row(str(i), slots(*range(40 * i, 40 * i + 20)))
@@ -214,8 +215,28 @@ def test_many_rows_are_rewritten_in_parts(make_rows, monkeypatch):
         assert rows.canonical(str(i)).tolist() == left
 
 
+@pytest.mark.parametrize("num_dying", [1, 3000])
+def test_a_long_row_that_is_cut_stretches_no_other(monkeypatch, num_dying):
+    """Neither its length nor its many columns that die, nor columns that nobody has reached."""
+    limit = 400_000
+    monkeypatch.setattr(device_rows, "WORK_BYTES", limit)
+    rows = DeviceSlotRows(200, 20_000, GEOMETRY, torch.device("cpu"))
+    lens = {str(i): 5000 if i == 7 else 40 for i in range(200)}
+    for req_id, length in lens.items():
+        rows.set_row(req_id, np.arange(length, dtype=np.int32))
+    rows.canonical("7")
+    dropped = {r: np.arange(min(num_dying, n - 3)) + 2 for r, n in lens.items()}
+    with PeakMemory() as peak:
+        rows.drop_columns(dropped)
+    assert limit / 3 < peak.num_bytes <= limit
+    for req_id, length in lens.items():
+        left = np.delete(np.arange(length), dropped[req_id])
+        assert rows.canonical(req_id).tolist() == left.tolist()
+
+
 def test_device_rows_are_written_once_per_step(monkeypatch):
-    """All rows of a message go over in one scatter, the step's new tokens in another."""
+    """All rows of a message go over in one scatter, the step's new tokens in another; only what
+    would take too much beside the table goes over in parts."""
     rows, writes = make_device_rows(), []
     put = DeviceSlotRows._put
     monkeypatch.setattr(
@@ -231,6 +252,13 @@ def test_device_rows_are_written_once_per_step(monkeypatch):
     assert writes == [5, 3, 1]
     assert rows.canonical("a").tolist() == [1, 2, 3, 21, 22, 23]
     assert rows.canonical("b").tolist() == [7, 8, 20]
+    monkeypatch.setattr(device_rows, "WORK_BYTES", 3 * 12)
+    writes.clear()
+    lists = {"a": [1, 2, 3, 4], "b": [], "c": [5], "d": [6, 7]}
+    for req_id, some in lists.items():
+        rows.set_row(req_id, slots(*some))
+    assert [rows.canonical(req_id).tolist() for req_id in lists] == list(lists.values())
+    assert writes == [1, 2, 4]
 
 
 def test_write_slots_may_be_a_tensor(make_rows):

@@ -2,10 +2,11 @@
 
 V2 prepares a step on the device while the host is ahead of it, and knows write slots there only.
 How many live tokens a row has is known to the host all the same: it was told, or it counted. So
-every column is computed on the host, and what crosses over are indices, once per step::
+every column is computed on the host, and what crosses over are indices, once per step, or once per
+part of the rows that lose columns::
 
     host     lens, rows to replace      ──one upload──▶  table[flat] = slots
-    host     columns that die           ──one upload──▶  table[row] = table[row, those that live]
+    host     columns that die           ──an upload──▶   table[row] = table[row, those that live]
     device   write slots of the step    ───────────────▶  table[flat] = slots
 """
 
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vtoken.integration.vllm.cache_signals import WORK_BYTES
+from vtoken.integration.vllm.observation_parts import packed
 from vtoken.integration.vllm.slot_rows import (
     RowArray,
     SlotLayout,
@@ -26,8 +29,12 @@ from vtoken.integration.vllm.slot_rows import (
 from vtoken.table_store import ragged
 from vtoken.types import IdArray, SlotArray
 
-_MOST_ENTRIES = 2**22
-"""Of rows that are rewritten at once: bounds what that takes beside the table."""
+_ENTRY_BYTES = 12
+"""That writing an entry takes: its place and itself."""
+
+_COLUMN_BYTES = 40
+"""That closing the gaps of a row takes per column, even if nearly all of them die: two indices, the
+entry before and after, the gap and its copy."""
 
 
 class DeviceSlotRows(SlotRows):
@@ -60,36 +67,40 @@ class DeviceSlotRows(SlotRows):
         self._staged[row] = kernel_slots
 
     def _remove(self, rows: RowArray, columns: Sequence[IdArray]) -> None:
-        """As the base class's; what a column holds afterwards is looked up on the device."""
+        """As the base class's; what a column holds afterwards is looked up on the device.
+
+        Rows are put together by length, so that one long row stretches no others, and take at most
+        what is kept back for scoring, which is over or has not begun.
+        """
         self._flush()
-        width = int(self._lens[rows].max(initial=0))
-        most = max(map(len, columns), default=0)
+        for index in packed(self._lens[rows] + 1, _COLUMN_BYTES, WORK_BYTES):
+            self._close_gaps(rows[index], [columns[i] for i in index])
+
+    def _close_gaps(self, rows: RowArray, columns: Sequence[IdArray]) -> None:
+        width = int(self._lens[rows].max())
+        most = max(map(len, columns))
         gaps = np.full((len(rows), 1 + most), self.width, np.int64)
         gaps[:, 0] = rows
         for i, gone in enumerate(columns):
             gaps[i, 1 : 1 + len(gone)] = gone - np.arange(len(gone))
         there = upload(torch.from_numpy(gaps), self.table.device)
-        target = torch.arange(width, device=self.table.device)
-        part = max(1, _MOST_ENTRIES // max(1, width))
-        for start in range(0, len(rows), part):
-            some = there[start : start + part]
-            targets = target.expand(len(some), -1).contiguous()
-            # Column t takes what stands behind all gaps at or before it.
-            passed = torch.searchsorted(some[:, 1:].contiguous(), targets, right=True)
-            source = (targets + passed).clamp_(max=self.width - 1)
-            kept = self.table.index_select(0, some[:, 0]).gather(1, source)
-            self.table[:, :width].index_copy_(0, some[:, 0], kept)
+        where = there[:, 0]
+        targets = torch.arange(width, device=self.table.device).expand(len(rows), -1).contiguous()
+        # Column t takes what stands behind all gaps at or before it.
+        passed = torch.searchsorted(there[:, 1:].contiguous(), targets, right=True)
+        source = passed.add_(targets).clamp_(max=width - 1)
+        part = self.table[:, :width]
+        part.index_copy_(0, where, part.index_select(0, where).gather(1, source))
 
     def _flush(self) -> None:
-        """Write all staged rows in one scatter."""
-        if not self._staged:
-            return
-        rows = np.fromiter(self._staged, np.int64)
-        lens = np.array([len(slots) for slots in self._staged.values()], np.int64)
-        flat = ragged(rows * self.width, lens)
-        values = np.concatenate(list(self._staged.values()))
+        """Write all staged rows, in one scatter unless they are many and long."""
+        rows, slots = np.fromiter(self._staged, np.int64), list(self._staged.values())
+        lens = np.array([len(part) for part in slots], np.int64)
         self._staged = {}
-        self._put(torch.from_numpy(flat), upload(torch.from_numpy(values), self.table.device))
+        for index in packed(lens, _ENTRY_BYTES, WORK_BYTES):
+            flat = ragged(rows[index] * self.width, lens[index])
+            values = np.concatenate([slots[i] for i in index])
+            self._put(torch.from_numpy(flat), upload(torch.from_numpy(values), self.table.device))
 
     def _put(self, flat: torch.Tensor, values: torch.Tensor) -> None:
         index = upload(flat, self.table.device)

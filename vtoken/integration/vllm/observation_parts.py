@@ -78,7 +78,7 @@ def packed(lens: NDArray[np.int64], column_bytes: int, limit: int) -> Iterator[I
     """Put rows together, the shortest first, while their padded columns fit; a row at least.
 
     Args:
-        lens: columns of each row, at least 1.
+        lens: columns of each row.
         column_bytes: that a column takes.
         limit: most bytes of one part.
 
