@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service.errors import UsageError
+from service.layer_memory import Limits, default_limits, layer_bytes
 from vtoken.config import VTokenConfig
 
 GIB = 1 << 30
@@ -47,13 +48,12 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = {
 """The fields of published ``config.json`` files that sizing needs."""
 
 ASSUMPTIONS = """\
-Computed, not measured. `stock`: every token of every request is kept. `packed`: live tokens lie
-without holes (F = 0). `at θ_F`: as many holes as relocation tolerates before it acts. All requests
-have the whole context at once. Weights follow from the shape; activations and CUDA graphs are the
-reserve; so is what the token layer keeps beside the pool, about 28 bytes times --max-num-seqs times
---max-model-len and a few hundred MiB: raise --reserve-gib where that is more than a little.
-A prompt is held whole until it is prefilled, so the pool must hold one context anyway.
-The token layer was never run on a GPU: `packed` and `at θ_F` were not seen on one."""
+Computed, not measured. `stock`: every token of every request is kept, in all `pool blocks`.
+`packed`: live tokens lie without holes (F = 0). `at θ_F`: as many holes as relocation tolerates
+before it acts. Both are in the `blocks left` by what the token layer keeps beside the pool. All
+requests have the whole context at once. Weights follow from the shape; activations and CUDA graphs
+are the reserve. A prompt is held whole until it is prefilled, so the pool must hold one context
+anyway. The token layer was never run on a GPU: `packed` and `at θ_F` were not seen on one."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ class ModelShape:
     """What a model costs in memory. ``num_parameters`` is ``None`` where it cannot be computed."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_size: int
     num_parameters: int | None
 
     def kv_bytes_per_token(self, element_bytes: int, tensor_parallel: int = 1) -> int:
         """K and V of one token over all layers on one GPU; heads are split, at least one each."""
-        num_heads = max(1, -(-self.num_kv_heads // tensor_parallel))
+        num_heads = -(-self.num_kv_heads // tensor_parallel)
         return 2 * num_heads * self.head_size * element_bytes * self.num_layers
 
 
@@ -83,9 +84,18 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Requests that fit at once, and the pool behind it; blocks are per GPU."""
+    """Requests that fit at once, and the pool behind it; blocks are per GPU.
+
+    Attributes:
+        num_blocks: of vLLM's pool without the token layer.
+        num_blocks_left: of its pool beside the token layer.
+        blocks_per_request: that one context fills.
+        num_stock: requests without eviction, in ``num_blocks``.
+        num_packed, num_at_theta: with eviction, in ``num_blocks_left``.
+    """
 
     num_blocks: int
+    num_blocks_left: int
     blocks_per_request: int
     num_stock: int
     num_packed: int
@@ -104,6 +114,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         num_heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         return ModelShape(
             num_layers=int(config["num_hidden_layers"]),
+            num_heads=num_heads,
             num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
             head_size=int(config.get("head_dim") or hidden // num_heads),
             num_parameters=_num_parameters(config),
@@ -118,6 +129,7 @@ def size(
     config: VTokenConfig,
     *,
     context_tokens: int,
+    kept_bytes: int = 0,
     block_size: int = 16,
     weight_bytes: int | None = None,
     element_bytes: int = 2,
@@ -126,11 +138,13 @@ def size(
 
     Args:
         config: budget or keep ratio, eviction interval, θ_F and headroom.
+        kept_bytes: what the token layer keeps of the pool; see :func:`kept_beside`.
         weight_bytes: all weights; by default two bytes per parameter.
         element_bytes: bytes of one K or V number (2: bf16 and fp16, 1: fp8).
 
     Raises:
-        UsageError: the weights leave no pool, or their size cannot be computed.
+        UsageError: weights, or the token layer, leave no pool for one context, or the size of the
+            weights cannot be computed.
     """
     if weight_bytes is None:
         if shape.num_parameters is None:
@@ -146,18 +160,32 @@ def size(
             f"the pool has {max(0, num_blocks)} blocks of {block_size} tokens, one request of "
             f"{context_tokens} tokens needs {whole}: take more memory or a shorter context"
         )
+    num_left = int((pool - kept_bytes) // block)
+    if num_left < whole:
+        raise UsageError(
+            f"the token layer keeps {kept_bytes / GIB:.2f} GiB of the pool and leaves "
+            f"{max(0, num_left)} of {num_blocks} blocks, one request of {context_tokens} tokens "
+            f"needs {whole}: lower --max-num-seqs or --max-model-len"
+        )
     target = config.target_live_tokens(context_tokens) + config.evict_interval_tokens
     live = min(context_tokens, target)
     packed = -(-live // block_size)
     tolerated = min(whole, int(packed / (1 - config.theta_f)) + 1)
-    usable_blocks = num_blocks - config.headroom_blocks
+    usable_blocks = num_left - config.headroom_blocks
     return Sizing(
         num_blocks=num_blocks,
+        num_blocks_left=num_left,
         blocks_per_request=whole,
         num_stock=num_blocks // whole,
         num_packed=usable_blocks // packed,
         num_at_theta=usable_blocks // tolerated,
     )
+
+
+def kept_beside(shape: ModelShape, hardware: Hardware, limits: Limits, block_size: int = 16) -> int:
+    """Bytes that the token layer keeps beside the pool of one GPU."""
+    num_heads = -(-shape.num_heads // hardware.tensor_parallel)
+    return layer_bytes(limits, block_size, shape.num_layers, num_heads, shape.head_size)
 
 
 def read_config(model: str) -> Mapping[str, Any]:
@@ -198,6 +226,8 @@ def main(argv: Sequence[str]) -> int:
         options.reserve_gib,
     )
     weights = None if options.weights_gib is None else int(options.weights_gib * GIB)
+    limits = _limits(options, hardware)
+    kept = kept_beside(shape, hardware, limits, options.block_size)
     rows = []
     for context in options.context:
         for keep in _configs(options):
@@ -206,14 +236,21 @@ def main(argv: Sequence[str]) -> int:
                 hardware,
                 keep,
                 context_tokens=context,
+                kept_bytes=kept,
                 block_size=options.block_size,
                 weight_bytes=weights,
                 element_bytes=options.kv_bytes,
             )
             rows.append([f"{context:,}", _keep_text(keep), *_cells(sizing)])
     per_token = shape.kv_bytes_per_token(options.kv_bytes, hardware.tensor_parallel)
-    print(f"{options.model}: {per_token / 1024:.1f} KiB of KV per token and GPU\n")
-    print(markdown(("context", "kept", "pool blocks", "stock", "packed", "at θ_F"), rows))
+    print(f"{options.model}: {per_token / 1024:.1f} KiB of KV per token and GPU")
+    print(
+        f"the token layer keeps {kept / GIB:.2f} GiB of each GPU beside the pool, with "
+        f"--max-num-seqs {limits.max_num_seqs} --max-model-len {limits.max_model_len} "
+        f"--max-num-batched-tokens {limits.max_num_batched_tokens}\n"
+    )
+    head = ("context", "kept", "pool blocks", "stock", "blocks left", "packed", "at θ_F")
+    print(markdown(head, rows))
     print(f"\n{ASSUMPTIONS}")
     return 0
 
@@ -236,18 +273,40 @@ def document_table() -> str:
     for model, gpu, parallel, context in cases:
         shape = model_shape(KNOWN_MODELS[model])
         hardware = Hardware(GPU_MEMORY_GIB[gpu], parallel)
+        limits = default_limits(context, hardware.memory_gib, gpu)
+        kept = kept_beside(shape, hardware, limits)
         name = f"{parallel} × {gpu.upper()}"
         for ratio in (0.5, 0.25):
             keep = VTokenConfig.from_dict({"keep_ratio": ratio})
-            sizing = size(shape, hardware, keep, context_tokens=context)
+            sizing = size(shape, hardware, keep, context_tokens=context, kept_bytes=kept)
             rows.append([model, name, f"{context:,}", f"{ratio:g}", *_cells(sizing)])
-    head = ("Model", "GPU", "Context", "keep_ratio", "Pool blocks", "Stock", "Packed", "At θ_F")
-    return markdown(head, rows)
+    head = ("Model", "GPU", "Context", "keep_ratio", "Pool blocks", "Stock", "Blocks left")
+    return markdown((*head, "Packed", "At θ_F"), rows)
 
 
 def _cells(sizing: Sizing) -> list[str]:
-    numbers = (sizing.num_blocks, sizing.num_stock, sizing.num_packed, sizing.num_at_theta)
+    numbers = (
+        *(sizing.num_blocks, sizing.num_stock),
+        *(sizing.num_blocks_left, sizing.num_packed, sizing.num_at_theta),
+    )
     return [f"{number:,}" for number in numbers]
+
+
+def _limits(options: argparse.Namespace, hardware: Hardware) -> Limits:
+    """Those given, else vLLM's; the longest request is by default the longest context.
+
+    Raises:
+        UsageError: a context is longer than a request may be.
+    """
+    longest = options.max_model_len or max(options.context)
+    if max(options.context) > longest:
+        raise UsageError(f"--context {max(options.context)} is above --max-model-len {longest}")
+    default = default_limits(longest, hardware.memory_gib, options.gpu)
+    return Limits(
+        longest,
+        options.max_num_seqs or default.max_num_seqs,
+        options.max_num_batched_tokens or default.max_num_batched_tokens,
+    )
 
 
 def _num_parameters(config: Mapping[str, Any]) -> int | None:
@@ -300,6 +359,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--budget-tokens", type=int, nargs="+", default=[], metavar="TOKENS")
     add("--theta-f", type=float, default=default.theta_f)
     add("--headroom-blocks", type=int, default=default.headroom_blocks)
+    add("--max-num-seqs", type=_count, help="as given to serve (default: vLLM's for this GPU)")
+    add("--max-model-len", type=_count, help="likewise (default: the longest --context)")
+    add("--max-num-batched-tokens", type=_count, help="likewise (default: vLLM's for this GPU)")
     return parser
 
 

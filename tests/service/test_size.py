@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from service import size as sizing
 from service.errors import UsageError
+from service.layer_memory import Limits
 from vtoken.config import VTokenConfig
 from vtoken.errors import ConfigError
 
@@ -56,6 +57,28 @@ def test_numbers_follow_by_hand():
     assert result.num_at_theta == (result.num_blocks - 4) // 343  # 257 / 0.75, rounded up
 
 
+def test_eviction_has_what_the_token_layer_leaves():
+    """What docs/gpu.md says of Llama-3.1-8B on an H100, and stock has all of the pool."""
+    for max_num_seqs, gib in ((1024, 3.88), (128, 0.81)):
+        kept = sizing.kept_beside(LLAMA, H100, Limits(131_072, max_num_seqs, 8192))
+        assert round(kept / sizing.GIB, 2) == gib
+        config = make_config(keep_ratio=0.5)
+        whole = sizing.size(LLAMA, H100, config, context_tokens=8192)
+        result = sizing.size(LLAMA, H100, config, context_tokens=8192, kept_bytes=kept)
+        assert (result.num_blocks, result.num_stock) == (whole.num_blocks, whole.num_stock)
+        assert whole.num_blocks_left == whole.num_blocks
+        lost = kept / (16 * 128 * 1024)
+        assert abs(result.num_blocks_left - (whole.num_blocks - lost)) < 1
+        assert result.num_packed == (result.num_blocks_left - 4) // 257
+
+
+def test_ranks_keep_the_queries_of_their_heads():
+    """Rows and scores are of every rank."""
+    limits = Limits(100, 1, 1000)
+    one, four = (sizing.kept_beside(LLAMA, sizing.Hardware(80, tp), limits) for tp in (1, 4))
+    assert one - four == 4 * 1000 * 24 * 128 * 2
+
+
 @given(
     context=st.integers(64, 200_000),
     ratio=st.floats(0.01, 1),
@@ -84,6 +107,8 @@ def test_too_small_pool_is_refused_with_numbers():
         sizing.size(LLAMA, sizing.Hardware(16), make_config(), context_tokens=8192)
     with pytest.raises(UsageError, match="one request of 999999 tokens needs 62500"):
         sizing.size(LLAMA, H100, make_config(), context_tokens=999_999)
+    with pytest.raises(UsageError, match=r"keeps 54\.00 GiB .* leaves 349 of 27997 blocks"):
+        sizing.size(LLAMA, H100, make_config(), context_tokens=8192, kept_bytes=54 * sizing.GIB)
 
 
 def test_unsupported_shapes_are_refused():
@@ -112,6 +137,24 @@ def test_command_reads_names_folders_and_files(tmp_path, capsys):
     assert len(set(outputs)) == 1
     assert outputs[0].count("| 8,192 |") == 2
     assert "Computed, not measured" in outputs[0]
+
+
+def test_command_takes_the_limits_of_the_server(capsys):
+    """By default vLLM's for the GPU, and the longest context."""
+
+    def said(*flags: str) -> str:
+        assert sizing.main(["llama-3.1-8b", "--gpu", "h100", *flags]) == 0
+        return capsys.readouterr().out
+
+    both = said("--context", "8192", "131072")
+    assert "keeps 3.88 GiB" in both
+    assert "--max-num-seqs 1024 --max-model-len 131072 --max-num-batched-tokens 8192" in both
+    assert "| 8,192 | 50% | 27,997 | 54 | 26,012 | 101 | 75 |" in both
+    limits = ("--max-num-seqs", "128", "--max-model-len", "131072")
+    assert "keeps 0.81 GiB" in said(*limits)
+    assert "keeps 0.57 GiB" in said(*limits, "--max-num-batched-tokens", "256")
+    with pytest.raises(UsageError, match="--context 8192 is above --max-model-len 4096"):
+        sizing.main(["llama-3.1-8b", "--gpu", "h100", "--max-model-len", "4096"])
 
 
 def test_command_refuses_what_it_cannot_read(tmp_path):
