@@ -5,6 +5,7 @@ The server must log JSON, and not close connections that are idle during a test 
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 
 import httpx
@@ -15,6 +16,7 @@ from tests.service.tiny_server import TinyServer, body
 NAMES = ("APIServer_0", "APIServer_1")
 OPEN = {"VTOKEN_LOG_FORMAT": "json", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
 """Environment of the server."""
+_NUMBERS = itertools.count()
 
 
 class Doors:
@@ -23,13 +25,13 @@ class Doors:
     def __init__(self, server: TinyServer, each: int = 1) -> None:
         self._stack = ExitStack()
         self.of: dict[str, list[httpx.Client]] = {name: [] for name in NAMES}
-        for number in range(100):
+        for _ in range(100):
             if all(len(clients) >= each for clients in self.of.values()):
                 return
             limits = httpx.Limits(max_connections=1, keepalive_expiry=None)
             client = httpx.Client(base_url=server.url, timeout=120, limits=limits)
             self._stack.enter_context(client)
-            request_id = f"door-{id(self)}-{number}"
+            request_id = f"door-{next(_NUMBERS)}"
             answer = client.post(
                 "/v1/completions", json=body("w5", 1), headers={"X-Request-Id": request_id}
             )

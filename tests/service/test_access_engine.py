@@ -88,9 +88,9 @@ def server(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tin
 @pytest.fixture(scope="module")
 def admin(server: TinyServer) -> Iterator[httpx.Client]:
     """Bob, at the admin port."""
-    found = wait_for(lambda: re.search(r"admin routes are on \S+ port (\d+)", server.text()), 60)
+    found = wait_for(lambda: re.search(r"admin routes are on \S+ port (\d+),", server.text()), 120)
     headers = {"Authorization": "Bearer key-of-bob"}
-    with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", headers=headers, timeout=60) as bob:
+    with httpx.Client(base_url=f"http://127.0.0.1:{found[1]}", headers=headers, timeout=300) as bob:
         yield bob
 
 
@@ -123,12 +123,27 @@ def test_keys_open_what_vllm_leaves_open(server, api):
 
 def test_keys_are_rotated_while_requests_run(server, api, keys):
     """A new file is a new key, a replaced one takes the old key away; a running answer goes on."""
-    (keys / "carol").write_text("first-of-carol")
-    wait_for(lambda: models_as(server, "first-of-carol") == 200, 60)
-    (keys / "carol").write_text("second-of-carol")
-    wait_for(lambda: models_as(server, "first-of-carol") == 401, 60)
+    replace(keys / "carol", "first-of-carol")
+    wait_for(lambda: models_as(server, "first-of-carol") == 200, 120)
+    headers = {"Authorization": "Bearer first-of-carol"}
+    with (
+        httpx.Client(base_url=server.url, headers=headers, timeout=120) as carol,
+        Stream(carol, words(20)) as running,
+    ):
+        wait_for(lambda: running.num_events, 120)
+        replace(keys / "carol", "second-of-carol")
+        wait_for(lambda: models_as(server, "first-of-carol") == 401, 120)
+        num_events = running.num_events
+        wait_for(lambda: running.num_events > num_events, 120)
     assert models_as(server, "second-of-carol") == 200
     assert api.get("/v1/models").status_code == 200
+
+
+def replace(path: Path, text: str) -> None:
+    """Whole or not at all, whoever reads it meanwhile."""
+    new = path.parent / ".new"
+    new.write_text(text)
+    new.replace(path)
 
 
 def models_as(server: TinyServer, key: str) -> int:
@@ -139,7 +154,7 @@ def test_running_request_keeps_its_document_and_the_next_does_not(api, admin):
     """``apply_to=new`` on a live engine; dry run, history and rollback by name."""
     before = admin.get("/admin/policy").json()["version"]
     with Stream(api, words(150)) as running:
-        requests = wait_for(lambda: admin.get("/admin/state").json()["requests"], 60)
+        requests = wait_for(lambda: admin.get("/admin/state").json()["requests"], 120)
         (first,) = [request["request_id"] for request in requests]
         change = {"budget_tokens": 64}
         tried = admin.patch("/admin/policy", params={"dry_run": "true"}, json=change).json()
@@ -148,7 +163,7 @@ def test_running_request_keeps_its_document_and_the_next_does_not(api, admin):
         params = {"apply_to": "new", "note": "quiet hours"}
         assert admin.patch("/admin/policy", params=params, json=change).status_code == 200
         with Stream(api, words(150, 300)) as other:
-            states = wait_for(lambda: two_of(admin.get("/admin/state").json()["requests"]), 60)
+            states = wait_for(lambda: two_of(admin.get("/admin/state").json()["requests"]), 120)
             versions = {state["request_id"]: state["policy_version"] for state in states}
             assert versions.pop(first) == before
             assert list(versions.values()) == [before + 1]
@@ -168,6 +183,7 @@ class Stream:
     """A lasting answer that is read in the background until it is stopped."""
 
     def __init__(self, client: httpx.Client, prompt: str) -> None:
+        self.num_events = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(client, prompt))
 
@@ -175,6 +191,7 @@ class Stream:
         request = body(prompt, LASTING_TOKENS, stream=True)
         with client.stream("POST", "/v1/completions", json=request) as answer:
             for _ in events(answer):
+                self.num_events += 1
                 if self._stopped.is_set():
                     return
 

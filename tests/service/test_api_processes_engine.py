@@ -55,6 +55,18 @@ def sent(samples: Samples) -> dict[str, float]:
     }
 
 
+def settled(doors: list[httpx.Client]) -> dict[str, float]:
+    """What all say, once they go on saying it: a request may be counted after its answer."""
+    readings: list[dict[str, float]] = []
+
+    def are_the_same() -> bool:
+        readings.extend(sent(scrape(door)) for door in doors)
+        return len(readings) > 9 and readings[-10:] == [readings[-1]] * 10
+
+    wait_for(are_the_same, 120)
+    return readings[-1]
+
+
 def test_two_processes_serve_behind_one_ready_line(server: TinyServer) -> None:
     """Both answer requests and every probe, over one socket, and stand before one engine."""
     with Doors(server) as doors:
@@ -63,16 +75,14 @@ def test_two_processes_serve_behind_one_ready_line(server: TinyServer) -> None:
                 assert door.get(f"/health/{probe}").status_code == 200
             assert door.get("/health").status_code == 200
     assert server.text().count("vtoken-serve ready on") == 1
-    titles = [" ".join(process.cmdline()) for process in server.descendants()]
-    assert sum("APIServer" in title for title in titles) == 2
-    assert sum("EngineCore" in title for title in titles) == 1
+    assert len(server.named("APIServer")) == 2
+    assert len(server.named("EngineCore")) == 1
 
 
 def test_metrics_are_of_the_whole_server_whoever_answers(server: TinyServer) -> None:
     """Requests and tokens as sent, eviction as the engine's receipts say, each series once."""
     with Doors(server) as doors:
-        before = [sent(scrape(door)) for door in doors]
-        assert before[0] == before[1]
+        before = settled(doors)
         evicted = 0
         for number, door in enumerate([doors[0], doors[0], doors[1], doors[0], doors[1]]):
             document = body(words(150, number), 20, vllm_xargs={"vtoken_receipt": True})
@@ -80,9 +90,9 @@ def test_metrics_are_of_the_whole_server_whoever_answers(server: TinyServer) -> 
             evicted += answer["vtoken"]["evicted_tokens"]
         assert evicted > 0
         added = {"requests": 5, "prompt": 750, "generated": 100, "http": 5, "evicted": evicted}
-        expected = {name: before[0][name] + more for name, more in added.items()}
+        expected = {name: before[name] + more for name, more in added.items()}
         for door in doors:
-            wait_for(lambda door=door: sent(scrape(door)) == expected, 30)
+            wait_for(lambda door=door: sent(scrape(door)) == expected, 120)
         for _ in range(10):
             assert [sent(scrape(door)) for door in doors] == [expected, expected]
         samples = scrape(doors[1])
@@ -101,7 +111,9 @@ def test_counters_never_fall_from_one_process_to_the_other(server: TinyServer) -
         streams = []  # one that is collected hangs up
         for number in range(2):
             document = body(words(50, number), LONG, stream=True)
-            stream = httpx.stream("POST", server.url + "/v1/completions", json=document, timeout=60)
+            stream = httpx.stream(
+                "POST", server.url + "/v1/completions", json=document, timeout=300
+            )
             streams.append(stack.enter_context(stream).iter_lines())
             next(streams[-1])
         scrapes = [scrape(door) for door in doors]
@@ -116,7 +128,7 @@ def test_counters_never_fall_from_one_process_to_the_other(server: TinyServer) -
             if name.endswith(("_total", "_count", "_bucket", "_sum")):
                 fallen = {k: (v, later[name][k]) for k, v in series.items() if later[name][k] < v}
                 assert not fallen, f"{name} {fallen}"
-    wait_for(server.is_quiet, 60)
+    wait_for(server.is_quiet, 120)
 
 
 def test_policy_is_one_whoever_changes_it(server: TinyServer) -> None:
@@ -142,7 +154,7 @@ def test_policy_is_one_whoever_changes_it(server: TinyServer) -> None:
         assert ask(first, "GET").json()["version"] == back["version"]
         assert first.post("/v1/completions", json=too_small).status_code == 200
         for door in doors:
-            wait_for(lambda door=door: versions_shown(door) == [str(back["version"])], 30)
+            wait_for(lambda door=door: versions_shown(door) == [str(back["version"])], 120)
 
 
 def versions_shown(door: httpx.Client) -> list[str]:
@@ -174,7 +186,7 @@ def test_a_key_is_limited_over_both_processes(server: TinyServer) -> None:
             assert total(samples, name) == before + 2
             assert total(samples, name, reason="max_requests_per_key") == before + 2
     again = {"json": body("w5", 1), "headers": own}
-    wait_for(lambda: server.post(**again).status_code == 200, 60)
+    wait_for(lambda: server.post(**again).status_code == 200, 120)
 
 
 def test_stop_loses_no_stream_and_leaves_no_process(server: TinyServer) -> None:
@@ -182,7 +194,7 @@ def test_stop_loses_no_stream_and_leaves_no_process(server: TinyServer) -> None:
 
     The worker stands still until all that is seen, so that no stream ends too early.
     """
-    wait_for(server.is_quiet, 60)
+    wait_for(server.is_quiet, 120)
     processes, worker = server.descendants(), server.worker()
     spread, ended = Doors(server, each=3), []
 
@@ -205,10 +217,10 @@ def test_stop_loses_no_stream_and_leaves_no_process(server: TinyServer) -> None:
             for thread in threads:
                 thread.start()
             for _ in threads:
-                assert begun.acquire(timeout=60)
+                assert begun.acquire(timeout=300)
             server.terminate()
             for door in doors:
-                wait_for(lambda door=door: door.get("/health/ready").status_code == 503, 30)
+                wait_for(lambda door=door: door.get("/health/ready").status_code == 503, 120)
                 assert "draining" in door.get("/health/ready").text
                 assert door.get("/health/live").status_code == 200
                 refused = door.post("/v1/completions", json=body("w5", 1))
@@ -218,5 +230,5 @@ def test_stop_loses_no_stream_and_leaves_no_process(server: TinyServer) -> None:
         for thread in threads:
             thread.join(timeout=120)
     assert [usage["completion_tokens"] for [usage] in ended] == [60] * len(clients)
-    assert server.process.wait(timeout=60) == 0
-    wait_for(lambda: are_gone(processes), 60)
+    assert server.process.wait(timeout=300) == 0
+    wait_for(lambda: are_gone(processes), 120)
