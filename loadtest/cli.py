@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import logging
+import re
 import signal
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from loadtest.server import StartError
 
 DEFAULT_OUT = Path("loadtest-results")
 PROGRAM = "scripts/loadtest"
+
+_NAMED_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}:\s+(\S.*)")
 
 logger = logging.getLogger("loadtest")
 
@@ -57,8 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="naive and lazy take turns on one service: fewer starts, fine for counts of blocks",
     )
     parser.add_argument("--url", default="", help="measure this service instead of starting any")
-    parser.add_argument("--admin-key-file", type=Path, help="admin key of the service at --url")
-    parser.add_argument("--api-key-file", type=Path, help="API key of the service at --url")
+    parser.add_argument(
+        "--admin-key-file", type=Path, help="file with an admin key of the service at --url"
+    )
+    parser.add_argument(
+        "--api-key-file", type=Path, help="file with an API key of the service at --url"
+    )
     return parser
 
 
@@ -72,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--poll-seconds must be above 0")
     try:
         arguments.set = parse_overrides(arguments.set)
+        arguments.keys = {
+            "admin_key": read_key(arguments.admin_key_file),
+            "api_key": read_key(arguments.api_key_file),
+        }
     except ValueError as error:
         parser.error(str(error))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
@@ -99,6 +110,26 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def read_key(path: Path | None) -> str:
+    """The first key of a key file as the service has it: one per line, ``name: key`` or a bare key,
+    with blank lines and ``#`` comments. Empty without a file.
+
+    Raises:
+        ValueError: the file cannot be read or has no key.
+    """
+    if path is None:
+        return ""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    for line in lines:
+        if line and not line.startswith("#"):
+            named = _NAMED_KEY.fullmatch(line)
+            return named[1] if named else line
+    raise ValueError(f"{path}: has no key")
+
+
 async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
     size = "quick" if arguments.quick else "smoke" if arguments.smoke else "full"
     exit_code = 0
@@ -110,8 +141,7 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
             share_modes=arguments.share_modes or size == "smoke",
             keep_services=size == "smoke",
             url=arguments.url,
-            admin_key=_read_key(arguments.admin_key_file),
-            api_key=_read_key(arguments.api_key_file),
+            **arguments.keys,
         )
         async with fleet:
             for name in names:
@@ -122,10 +152,6 @@ async def _run_all(names: Sequence[str], arguments: argparse.Namespace) -> int:
                     exit_code = 1
                 await fleet.release()
     return exit_code
-
-
-def _read_key(path: Path | None) -> str:
-    return path.read_text().strip() if path else ""
 
 
 def _end_on_sigterm() -> None:

@@ -149,22 +149,35 @@ class Fleet:
         """A client of the arm's service, its policy document in force.
 
         Raises:
-            StartError: the service did not start.
             ServiceError: the policy document was refused.
             RuntimeError: the document in force is another than the arm's.
+            StartError, ValueError: as :meth:`service`.
+        """
+        service = await self._service(arm)
+        if not arm.is_off:
+            document = whole_document(service.defaults, {**arm.policy, "mode": arm.mode})
+            check_document(arm.name, document, await service.client.patch_policy(document))
+        return service.client
+
+    async def service(self, arm: Arm) -> Client:
+        """A client of the arm's service, whatever policy is in force there: for questions whose
+        answers no policy changes, such as how a text is cut into tokens.
+
+        Raises:
+            StartError: the service did not start.
             ValueError: the arm needs another engine than those before it, and the service at
                 ``url`` has one.
         """
+        return (await self._service(arm)).client
+
+    async def _service(self, arm: Arm) -> _Service:
         self._check_engine(arm)
         key = self._key(arm)
         service = self._services.pop(key, None) or await self._start(arm)
         self._services[key] = service  # last in order: used last
         while len(self._services) > MAX_SERVICES:
             await self._end(next(iter(self._services)))
-        if not arm.is_off:
-            document = whole_document(service.defaults, {**arm.policy, "mode": arm.mode})
-            check_document(arm.name, document, await service.client.patch_policy(document))
-        return service.client
+        return service
 
     def settle_seconds(self, arm: Arm) -> float:
         """After which ``/metrics`` of the arm's service surely shows what the engine counted."""

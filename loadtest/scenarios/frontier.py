@@ -148,7 +148,7 @@ async def _saturate(
     bench: Bench, size: Size, outcome: Outcome, arms: dict[str, Arm], blocks: int, repeats: int
 ) -> None:
     for repeat, name in abba(list(arms), repeats):
-        tokenizer = await bench.fleet.client(arms[name])
+        tokenizer = await bench.fleet.service(arms[name])
         jobs = await make_jobs(size.workload, tokenizer, size.saturated, max(repeat, 0))
         result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
         if repeat >= 0:
@@ -188,7 +188,7 @@ async def _sweep_all(
                     size.saturated.num_prompt_tokens,
                     size.saturated.num_output_tokens,
                 )
-                tokenizer = await bench.fleet.client(arm)
+                tokenizer = await bench.fleet.service(arm)
                 jobs = await make_jobs(size.workload, tokenizer, lengths, 100 + repeat)
                 result = await bench.run(arm, jobs, Load(concurrency), repeat)
                 tried.append((concurrency, is_feasible(result, concurrency)))

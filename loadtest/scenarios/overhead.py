@@ -110,7 +110,7 @@ async def _measure(
     suffix = f"{'+hog' if with_hog else ''}@{context}"
     lengths = Lengths(size.num_requests, context, size.num_output_tokens)
     for repeat, name in abba(list(arms), repeats):
-        tokenizer = await bench.fleet.client(arms[name])
+        tokenizer = await bench.fleet.service(arms[name])
         few = lengths if repeat >= 0 else replace(lengths, num_output_tokens=2)
         jobs = await make_jobs(SYNTHETIC, tokenizer, few, max(repeat, 0))
         with hog() if with_hog else contextlib.nullcontext():

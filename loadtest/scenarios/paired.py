@@ -67,7 +67,7 @@ async def run(bench: Bench) -> Outcome:
     outcome.details["paper"] = PAPER
     for workload in size.workloads:
         arms = make_arms(size, workload)
-        tokenizer = await bench.fleet.client(next(iter(arms.values())))
+        tokenizer = await bench.fleet.service(next(iter(arms.values())))
         if size.with_zipage:
             await _add_zipage(bench, size, workload, arms)
         for repeat, name in abba(list(arms), repeats):

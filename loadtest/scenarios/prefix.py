@@ -68,7 +68,7 @@ async def run(bench: Bench) -> Outcome:
     }
     for degree in size.degrees:
         for repeat, name in abba(list(arms), repeats):
-            tokenizer = await bench.fleet.client(arms[name])
+            tokenizer = await bench.fleet.service(arms[name])
             salt = f"{name} {degree} {repeat}"
             leaders, jobs = await make_groups(tokenizer, size, degree, max(repeat, 0), salt)
             if repeat < 0:

@@ -104,7 +104,7 @@ async def _generate(client: Any, job: Job) -> dict[str, Any]:
 async def _damage(bench: Bench, size: Size, outcome: Outcome) -> None:
     """Some cases at a time, in every cell: what is there after an error covers all cells."""
     full = size.arm(FULL)
-    client = await bench.fleet.client(full)
+    client = await bench.fleet.service(full)
     cases = await make_cases(
         client,
         long_text(),

@@ -50,7 +50,7 @@ async def add_zipage(
         buffer_tokens: by how many it may grow before it is cut again: the cap is both together.
     """
     model = arms[like]
-    client = await bench.fleet.client(model)
+    client = await bench.fleet.service(model)
     if CAP_FIELD not in await client.policy():
         bench.notes.append("No cap of blocks per request in this service: zipage is left out.")
         return

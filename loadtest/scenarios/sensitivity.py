@@ -91,7 +91,7 @@ async def run(bench: Bench) -> Outcome:
     for setting, values in size.settings.items():
         arms = {arm.name: arm for arm in (make_arm(size, setting, value) for value in values)}
         for repeat, name in abba(list(arms), repeats):
-            tokenizer = await bench.fleet.client(arms[name])
+            tokenizer = await bench.fleet.service(arms[name])
             jobs = await make_jobs(size.workload, tokenizer, size.lengths, max(repeat, 0))
             result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)
             if repeat >= 0:

@@ -124,7 +124,7 @@ class _Search:
 
     async def arrive(self, arm: Arm, repeat: int, limit_ms: float, rate: float) -> None:
         """One open loop of ``rate`` requests per second; goodput counts those within the limit."""
-        tokenizer = await self._bench.fleet.client(arm)
+        tokenizer = await self._bench.fleet.service(arm)
         lengths = self._size.lengths
         jobs = await make_jobs(self._size.workload, tokenizer, lengths, repeat)
         offsets = poisson_offsets(len(jobs), rate, repeat)
@@ -140,7 +140,7 @@ class _Search:
         lengths = self._size.lengths
         num_jobs = max(lengths.num_jobs, 2 * concurrency) if repeat >= 0 else concurrency
         lengths = Lengths(num_jobs, lengths.num_prompt_tokens, lengths.num_output_tokens)
-        tokenizer = await self._bench.fleet.client(arm)
+        tokenizer = await self._bench.fleet.service(arm)
         jobs = await make_jobs(self._size.workload, tokenizer, lengths, max(repeat, 0))
         load = Load(concurrency)
         result = await self._bench.run(arm, jobs, load, repeat, watch=False)

@@ -65,7 +65,7 @@ async def run(bench: Bench) -> Outcome:
             )
             for policy in size.policies
         }
-        tokenizer = await bench.fleet.client(next(iter(arms.values())))
+        tokenizer = await bench.fleet.service(next(iter(arms.values())))
         for repeat, name in abba(list(arms), repeats):
             jobs = await make_jobs(workload, tokenizer, size.lengths, max(repeat, 0))
             result = await bench.run(arms[name], jobs if repeat >= 0 else jobs[:1], Load(), repeat)

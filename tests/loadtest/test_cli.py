@@ -12,6 +12,7 @@ import pytest
 from loadtest import cli, evaluate
 from loadtest.outcome import Outcome
 from loadtest.server import StartError
+from service.auth_keys import parse_lines
 from tests.loadtest.fake_service import KEY
 
 
@@ -44,9 +45,40 @@ def test_wrong_arguments_are_refused(arguments, capsys):
     assert "error:" in capsys.readouterr().err
 
 
+KEY_FILES = [
+    "k1",
+    "  k1 \n",
+    "# of the team\r\n\r\n k1\r\nother\r\n",
+    "alice: k1\nbob: k2\n",
+    "alice:k1",
+    "no name: k1",
+    "a" * 65 + ": k1",
+    "alice:  k 1 ",
+]
+
+
+@pytest.mark.parametrize("text", KEY_FILES)
+def test_key_file_is_read_as_the_service_reads_it(tmp_path, text):
+    """The first of its keys: one per line, with or without a name, comments left out."""
+    (tmp_path / "key").write_bytes(text.encode())
+    assert cli.read_key(tmp_path / "key") == parse_lines(text, "admin")[0][1]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n# k1\n", b"\xff"])
+@pytest.mark.parametrize("option", ["--admin-key-file", "--api-key-file"])
+def test_key_file_without_a_key_is_refused(tmp_path, capsys, content, option):
+    """Before anything is measured, in a sentence with the file's name."""
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["waste", option, str(tmp_path / "key")])
+    assert left.value.code == 2
+    assert str(tmp_path / "key") in capsys.readouterr().err
+
+
 def test_given_service_is_measured(service, tmp_path, capsys):
     """``--url`` with the key from a file: results, report and the command that made them."""
-    (tmp_path / "key").write_text(KEY + "\n")
+    (tmp_path / "key").write_text(f"# of this machine\nloadtest: {KEY}\nother\n")
     options = ["--smoke", "--url", service.url, "--admin-key-file", str(tmp_path / "key")]
     options += ["--set", "keep_ratio=0.3", "--share-modes", "--poll-seconds", "0.05"]
     assert cli.main(["waste", *options, "--out", str(tmp_path), "--repeats", "1"]) == 0

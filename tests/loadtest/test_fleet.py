@@ -69,6 +69,21 @@ def test_an_arm_is_not_measured_under_another_document():
         check_document("a", {"theta_f": 0.1, "seed": 0}, {"theta_f": 0.25, "seed": 0, "x": 1})
 
 
+def test_a_service_can_be_asked_without_a_change_of_its_policy(service, tmp_path):
+    """It is the one that measures, and who does measure puts the arm's document in force."""
+
+    async def run():
+        async with FakeFleet(service, tmp_path) as fleet:
+            arm = Arm("a", "lazy", {"theta_f": 0.1})
+            client = await fleet.service(arm)
+            assert service.patches == []
+            assert await fleet.client(arm) is client
+            assert fleet.num_started == 1
+
+    asyncio.run(run())
+    assert [patch["theta_f"] for patch in service.patches] == [0.1]
+
+
 @pytest.mark.parametrize(("share_modes", "num_started"), [(False, 2), (True, 1)])
 def test_modes_have_services_of_their_own_unless_shared(
     service, tmp_path, share_modes, num_started
@@ -197,6 +212,7 @@ wait"""
     deadline = time.monotonic() + 60
     while is_running(child):
         assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_server_looks_for_modules_in_its_own_folder_first(tmp_path, monkeypatch):
@@ -226,7 +242,7 @@ def test_slow_server_is_given_up_and_stopped_by_the_fleet(tmp_path, monkeypatch)
 
     def impatient(self, seconds=60.0):
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            pass
+            time.sleep(0.01)
         return wait_ready(self, 0.05)
 
     monkeypatch.setattr(fleet_module.Server, "wait_ready", impatient)

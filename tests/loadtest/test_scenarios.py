@@ -59,9 +59,18 @@ def measure(service, tmp_path, name: str, size: str = "smoke", repeats: int = 1)
 
 
 @pytest.mark.parametrize("name", WITHOUT_ENGINE)
-def test_scenario_runs_through_and_writes_its_files(service, tmp_path, name):
-    """JSON of the agreed form, a report and its plots."""
+def test_scenario_runs_through_and_writes_its_files(service, tmp_path, name, monkeypatch):
+    """JSON of the agreed form, a report and its plots; each run put its document in force once."""
+    runs, original = [], Bench.run
+
+    async def run(self, arm, *args, **options):
+        runs.append(arm)
+        return await original(self, arm, *args, **options)
+
+    monkeypatch.setattr(Bench, "run", run)
     result = measure(service, tmp_path, name)
+    if runs:  # else it asks in its own way
+        assert len(service.patches) == sum(not arm.is_off for arm in runs)
     assert json.loads((tmp_path / f"{name}.json").read_text()) == json.loads(json.dumps(result))
     for key in ("machine", "versions", "config", "arms", "comparisons", "load", "not_measured"):
         assert key in result
@@ -159,6 +168,7 @@ def test_bookkeeping_wraps_the_benchmark(monkeypatch):
 def test_bookkeeping_really_runs():
     """The benchmark's tiny cases, in a process of its own."""
     outcome = asyncio.run(scenarios.load("bookkeeping").run(Bench(fleet=None, size="smoke")))
+    assert outcome.arms
     assert all(value > 0 for arm in outcome.arms.values() for value in arm["mean_ms"])
 
 
