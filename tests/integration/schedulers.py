@@ -92,14 +92,16 @@ def step_and_outputs(
 
     Args:
         scheduler: scheduler.
-        fields: of the worker's output, besides one token for each request.
+        fields: of the worker's output, besides one token for each request that is prefilled.
     """
     output = scheduler.schedule()
     ids = list(output.num_scheduled_tokens)
+    requests = [scheduler.requests[req_id] for req_id in ids]
+    is_prefilled = [r.num_computed_tokens >= r.num_tokens for r in requests]
     done = ModelRunnerOutput(
         req_ids=ids,
         req_id_to_index={req_id: i for i, req_id in enumerate(ids)},
-        sampled_token_ids=[[1] for _ in ids],
+        sampled_token_ids=[[1] if ready else [] for ready in is_prefilled],
         **fields,
     )
     told = scheduler.update_from_output(output, done)

@@ -22,7 +22,12 @@ NEVER_CACHED = 1 << 60
 
 
 class SchedulerHooks(Scheduler):
-    """A vLLM scheduler that announces lost blocks and preemptions."""
+    """A vLLM scheduler that announces lost blocks and preemptions.
+
+    It also mends one thing: vLLM enters blocks into the prefix cache when it gives them out. Under
+    priorities it may preempt a request that it has given blocks in the same step, whose tokens are
+    then never computed; who found them in the cache would read what others left there.
+    """
 
     def on_blocks_freed(self, request: Request) -> None:
         """The request is about to lose all its blocks."""
@@ -38,7 +43,16 @@ class SchedulerHooks(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.on_preempted(request)
+        _forget_uncomputed(self.kv_cache_manager, request)
         super()._preempt_request(request, *args, **kwargs)
+
+
+def _forget_uncomputed(manager: KVCacheManager, request: Request) -> None:
+    """Take out of the prefix cache what the request got in the step that is being scheduled."""
+    (group,) = manager.coordinator.single_type_managers
+    first = request.num_computed_tokens // group.block_size
+    blocks = group.req_to_blocks.get(request.request_id, [])[first:]
+    manager.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
 
 
 def num_leading_empty_blocks(pool: BlockPool, limit: int) -> int:
