@@ -15,7 +15,11 @@ CHUNK = 2 * SIZE
 
 
 def add_hashed(
-    scheduler: VTokenScheduler, req_id: str, prompt: list[int], priority: int, num_output_tokens: int
+    scheduler: VTokenScheduler,
+    req_id: str,
+    prompt: list[int],
+    priority: int,
+    num_output_tokens: int,
 ) -> Request:
     """A request whose full blocks are hashed for the prefix cache."""
     hash_function = get_hash_fn_by_name("sha256")
