@@ -36,7 +36,7 @@ def pasted(notes: str, variable: str, secret: dict[str, str], folder: Path) -> s
         env={"PATH": f"{folder}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=True,
     )
     assert done.stderr == ""

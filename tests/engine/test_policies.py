@@ -132,7 +132,9 @@ def test_every_eviction_ends_exactly_at_the_budget(run_arm: RunArm, policy: str)
 @pytest.mark.parametrize("policy", EVICTING)
 def test_sinks_and_recent_tokens_survive(run_arm: RunArm, policy: str) -> None:
     """In every single eviction."""
-    for _, num_tokens, ids in run(run_arm, "lazy", policy)["evictions"]:
+    evictions = run(run_arm, "lazy", policy)["evictions"]
+    assert evictions
+    for _, num_tokens, ids in evictions:
         assert min(ids) >= SINKS
         assert max(ids) < num_tokens - RECENT
 

@@ -45,6 +45,7 @@ def test_scenario_measures_something_and_nothing_fails(results, name):
     result = results[name]
     assert result["size"] == "smoke"
     metrics = [metric for arm in result["arms"].values() for metric in arm.values()]
+    assert metrics
     assert all(metric["samples"] and None not in metric["samples"] for metric in metrics)
     assert not [note for note in result["notes"] if "failed" in note]
 
