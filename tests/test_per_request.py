@@ -256,6 +256,17 @@ def test_receipt_leaves_out_tokens_in_flight() -> None:
     assert (found["evicted_tokens"], found["live_tokens"]) == (12, 7)
 
 
+def test_receipt_bears_tokens_that_went_while_in_flight() -> None:
+    """Six were computed when the request ended; of the others, under pressure, some had gone."""
+    layer, pool = make_layer(policy="streaming_llm", budget_tokens=8)
+    kv = make_request(layer, pool, num_tokens=20, options=receipt_options())
+    evict(layer, kv)
+    live = int((kv.table.live_ids() < 6).sum())
+    layer.forget("a", 14)
+    found = layer.receipt("k")
+    assert (found["evicted_tokens"], found["live_tokens"]) == (6 - live, live)
+
+
 def test_receipt_sums_sequences_and_replaces_earlier_lives() -> None:
     """A preempted request is counted once, as it was at its end."""
     layer, pool = make_layer(policy="streaming_llm", budget_tokens=8)

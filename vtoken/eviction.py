@@ -276,6 +276,8 @@ class Evictor:
             return
         if kv.num_tokens < first_eviction_at(config, kv.prefill_end):
             return
+        if kv.num_live <= self.target_of(kv, kv.num_tokens):
+            return
         live_ids = kv.table.live_ids()
         if not policy.signals:
             victims = self._select(kv, kv.num_tokens, live_ids, None)

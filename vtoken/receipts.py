@@ -56,12 +56,14 @@ class Receipts:
         key = kv.options.receipt
         if not isinstance(key, str):
             return
+        num_tokens = kv.num_tokens - num_in_flight
+        num_live = kv.num_live - kv.table.num_live_from(num_tokens)
         freed = kv.num_places - kv.num_retained
         receipt = Receipt(
             policy,
             policy_version,
-            kv.num_evicted,
-            kv.num_live - num_in_flight,
+            num_tokens - num_live,
+            num_live,
             freed,
             kv.num_evictions,
             kv.num_relocations,
