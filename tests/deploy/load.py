@@ -52,7 +52,7 @@ class Stream:
             self.error = repr(error)
 
     def _call(self, path: str) -> bytes:
-        with urllib.request.urlopen(self._request(path), timeout=60) as answer:
+        with urllib.request.urlopen(self._request(path), timeout=300) as answer:
             body: bytes = answer.read()
         return body
 

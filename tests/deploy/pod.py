@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -144,6 +145,12 @@ def _value(entry: Mapping[str, Any], objects: Sequence[Object]) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A port that nobody has now, for a process that binds it only later.
+
+    Not one of those that the system gives to whoever asks for any (Linux: from 32768 on).
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.service.server_process import wait_for
 
 
 @dataclass(frozen=True)
@@ -65,19 +66,20 @@ class Prometheus:
 
     def wait_until_ready(self) -> None:
         """Until its own readiness page answers."""
-        for _ in range(100):
-            try:
-                urllib.request.urlopen(self._url + "/-/ready", timeout=5).close()
-            except OSError:
-                time.sleep(0.2)
-            else:
-                return
-        raise AssertionError("Prometheus did not start")
+        wait_for(self._is_ready, what="Prometheus did not start")
+
+    def _is_ready(self) -> bool:
+        assert self.process.poll() is None, Path(self._log.name).read_text()[-3000:]
+        try:
+            urllib.request.urlopen(self._url + "/-/ready", timeout=60).close()
+        except OSError:
+            return False
+        return True
 
     def get(self, path: str, **parameters: object) -> Any:
         """``data`` of an API answer; an error of Prometheus is an exception."""
         query = urllib.parse.urlencode(parameters)
-        with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self._url}/api/v1/{path}?{query}", timeout=120) as answer:
             return json.load(answer)["data"]
 
     def query_range(self, expr: str, start: float, end: float, step: float = 1) -> list[Any]:
@@ -89,7 +91,7 @@ class Prometheus:
     def stop(self) -> None:
         """End it."""
         self.process.terminate()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)
         self._log.close()
 
 

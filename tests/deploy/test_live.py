@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -34,11 +33,13 @@ from tests.deploy.metric_names import (
     vllm_families,
 )
 from tests.deploy.prometheus import has_number
+from tests.service.server_process import wait_for
 
 pytestmark = [
     pytest.mark.k8s,
     pytest.mark.prometheus,
     pytest.mark.engine,
+    pytest.mark.timeout(900),
 ]
 
 
@@ -66,7 +67,7 @@ def test_probes_are_answered_as_the_manifest_says(live: Live) -> None:
 def test_api_key_guards_the_api(live: Live) -> None:
     """The key of the Secret opens /v1, and nothing else does."""
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"{live.pod.url}/v1/models", timeout=30)
+        urllib.request.urlopen(f"{live.pod.url}/v1/models", timeout=120)
 
 
 def test_helm_test_passes(live: Live) -> None:
@@ -94,7 +95,7 @@ def run_smoke(live: Live, admin_key: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -111,7 +112,7 @@ def test_every_series_asked_for_is_there(live: Live) -> None:
 
 def test_every_metric_emitted_is_shown_or_left_out_on_purpose(live: Live) -> None:
     """vLLM's and the libraries' too: one that is new or has another name needs a decision."""
-    with urllib.request.urlopen(f"{live.pod.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{live.pod.url}/metrics", timeout=120) as answer:
         emitted = families_in(answer.read().decode())
     assert "vllm:num_requests_running" in emitted
     shown = used_series([*(expr for _, expr in QUERIES), POLICY_CHANGES.promql])
@@ -171,11 +172,10 @@ def test_termination_loses_no_stream(live: Live) -> None:
     """preStop, SIGTERM: open streams end whole, within the grace period. Ends the server."""
     streams = [Stream(live.pod.url, API_KEY, 30, 300) for _ in range(6)]
     threads = [stream.start() for stream in streams]
-    while not all(stream.chunks for stream in streams):
-        time.sleep(0.1)
+    wait_for(lambda: all(stream.chunks for stream in streams))
     seconds = live.pod.terminate()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=300)
     assert [stream.error for stream in streams] == [""] * 6
     assert all(stream.is_whole for stream in streams)
     assert seconds < live.pod.pod_spec["terminationGracePeriodSeconds"]
