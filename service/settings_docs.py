@@ -58,9 +58,9 @@ _LAYER = """
 ## Token layer
 
 Each is a flag, a variable and a key of the file. *Live* ones can be changed while requests run
-([policy set](cli.md), `PATCH /admin/policy`), `mode` between `naive` and `lazy`. Bounds of the pool apply as
-well: `headroom_blocks` below its blocks, and what `max_blocks_per_request` holds, less one block, above the
-protected tokens.
+([policy set](cli.md), `PATCH /admin/policy`), `mode` between `naive` and `lazy`. Bounds of the pool
+apply as well: `headroom_blocks` below its blocks, and what `max_blocks_per_request` holds, less one
+block, above the protected tokens.
 
 | setting | flag and variable | default | live | bounds | meaning |
 |---|---|---|---|---|---|

@@ -109,21 +109,20 @@ def test_clients_of_pools(body) -> None:
 
 
 def test_damage_of_text(body) -> None:
-    """Differences are of the same cases; ``streaming_llm`` is compared with nothing."""
+    """Differences are of the same cases; the arm of the comparison is compared with nothing."""
     arms = {
         f"{policy}@0.5": {
             "kl_top20": [0.01 + extra, 0.05 + extra],
             "top1_same": [0.9, 0.9],
             "nll_above_full": [0.1 - extra, 0.2 - extra],
+            "perplexity": [15.0, 16.0],
         }
         for policy, extra in (("streaming_llm", 0.0), ("h2o", 0.002))
     }
-    table = quality.damage_of_text("d", "made", ["0.5"], ["streaming_llm", "h2o"])
-    window, h2o = body(table, make_result(arms))
-    assert window[-2:] == ["", ""]
-    assert h2o[:2] == ["", "`h2o`"]
-    assert h2o[3] == "0.90"
-    assert h2o[-2:] == ["+0.002", "−0.002"]
+    rows = [("window", "streaming_llm@0.5"), ("h2o", "h2o@0.5")]
+    window, h2o = body(quality.damage_of_text("d", "made", rows), make_result(arms))
+    assert (window[2], window[4]) == ("", "")
+    assert (h2o[2], h2o[4], h2o[5]) == ("+0.002", "−0.002", "0.90")
 
 
 def test_pairs_leave_out_repeats_in_which_either_arm_could_not_say() -> None:

@@ -81,41 +81,41 @@ DAMAGE_SHARES = Table(
 )
 
 
+STOCK = (("stock vLLM", "stock@1"), ("stock vLLM, fp8 cache", "stock, fp8@1"))
+
+
 def damage_of_text(
-    name: str, source: str, keeps: Sequence[str], policies: Sequence[str] = POLICIES
+    name: str, source: str, rows: Sequence[tuple[str, str]], beside: str = "streaming_llm@0.5"
 ) -> Table:
-    """What is lost of running text alone, and how far from ``streaming_llm`` in the same cases.
+    """What is lost of running text alone, and how far from one arm in the same cases.
 
     Args:
         name: of the table.
-        source: name of the JSON; its arms are ``POLICY@KEEP``.
-        keeps: keep ratios.
-        policies: the rows at each.
+        source: name of the JSON.
+        rows: label and arm of each.
+        beside: the arm that the others are compared with.
     """
-    metrics = {"kl_top20": "KL", "nll_above_full": "text"}
+    against = f"against `{beside.partition('@')[0]}`"
     return Table(
         name=name,
         source=source,
-        labels=["keep ratio", "policy"],
+        labels=[""],
         columns=[
             Column("KL", mean("kl_top20", 3)),
-            Column("same first choice", plain("top1_same", 2)),
+            Column(against, beyond("kl_top20", beside)),
             Column("text", mean("nll_above_full", 3)),
-            *(Column(f"{head}, against `streaming_llm`") for head in metrics.values()),
+            Column(against, beyond("nll_above_full", beside)),
+            Column("same first choice", plain("top1_same", 2)),
+            Column("perplexity", plain("perplexity", 1)),
         ],
-        rows=[
-            Row(
-                [keep, f"`{policy}`"],
-                f"{policy}@{keep}",
-                instead={
-                    3 + i: beyond(metric, f"streaming_llm@{keep}")
-                    for i, metric in enumerate(metrics)
-                },
-            )
-            for keep in keeps
-            for policy in policies
-        ],
+        rows=[Row([label], arm) for label, arm in rows],
     )
 
 
-TABLES = [IDENTITY, DAMAGE, DAMAGE_SHARES]
+DAMAGE_OF_TEXT = damage_of_text(
+    "damage to text",
+    "quality_text",
+    [*STOCK, *((f"`{policy}`, half kept", f"{policy}@0.5") for policy in POLICIES)],
+)
+
+TABLES = [IDENTITY, DAMAGE, DAMAGE_SHARES, DAMAGE_OF_TEXT]
