@@ -143,6 +143,11 @@ class PolicyControl:
             self._evictor.postpone(kv, kv.table.num_tokens)
             kv.window_missed = bool(missing & PREFILL_SIGNALS)
 
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether some may follow another document than the one in force."""
+        return len(self._evictor.documents.in_use()) > 1
+
     def release_documents(self, generations: Collection[int]) -> None:
         """Forget kept documents that nobody follows any more.
 

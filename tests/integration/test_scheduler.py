@@ -11,6 +11,7 @@ from vllm.v1.outputs import LogprobsTensors
 
 from tests.integration.schedulers import SIZE, add, make_scheduler, step, step_and_outputs
 from vtoken.errors import ConfigError, VTokenError
+from vtoken.history import ChangeInfo
 from vtoken.integration.vllm import options
 from vtoken.integration.vllm.scheduler import VTokenScheduler
 
@@ -92,6 +93,18 @@ def test_prompt_that_is_cut_into_chunks_takes_half_of_what_is_free() -> None:
     add(scheduler, "only", 30)
     output = scheduler.schedule()
     assert 0 < output.num_scheduled_tokens["only"] < 30 * SIZE
+
+
+def test_prompts_are_not_cut_for_requests_that_have_ended() -> None:
+    """They kept a document under which all prompts are; with the last of them it goes."""
+    scheduler = make_scheduler(40, **WITHIN_PROMPTS)
+    add(scheduler, "old", 2, max_tokens=2)
+    step(scheduler)
+    scheduler.layer.control.patch({"evict_during_prefill": False}, ChangeInfo(apply_to="new"))
+    while scheduler.requests:
+        step(scheduler)
+    add(scheduler, "new", 30)
+    assert scheduler.schedule().num_scheduled_tokens["new"] == 30 * SIZE
 
 
 def test_prompts_that_are_not_cut_do_not_wait_for_ever() -> None:

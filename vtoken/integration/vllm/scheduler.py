@@ -105,6 +105,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's schedule, with a :class:`StepMessage` attached to its output."""
+        self._release_documents()
         self.backpressure.step_begins()
         max_tokens = self.backpressure.max_step_tokens()
         if max_tokens is None:
@@ -212,6 +213,14 @@ class VTokenSchedulerMixin(SchedulerHooks):
         self.eviction_log.append((kv.req_id, kv.num_tokens, victims.tolist()))
 
     # -- blocks ----------------------------------------------------------------------------
+
+    def _release_documents(self) -> None:
+        """Forget policy documents whose last request has ended: what one of them asks for (chunks
+        that are cut, evictions one by one) is done for all requests.
+        """
+        control = self.layer.control
+        if control.keeps_documents:
+            control.release_documents({generation_of(r) for r in self.requests.values()})
 
     def on_blocks_freed(self, request: Request) -> None:
         """Finished, aborted or preempted: the table goes with the blocks."""
