@@ -118,4 +118,21 @@ DAMAGE_OF_TEXT = damage_of_text(
     [*STOCK, *((f"`{policy}`, half kept", f"{policy}@0.5") for policy in POLICIES)],
 )
 
-TABLES = [IDENTITY, DAMAGE, DAMAGE_SHARES, DAMAGE_OF_TEXT]
+DAMAGE_OF_FP8 = Table(
+    name="damage, fp8",
+    source="quality_fp8",
+    labels=[""],
+    columns=[
+        *(
+            Column(head, mean(f"{task}_nll_above_full", 3))
+            for head, task in (("copy", "copy"), ("lookup", "lookup"), ("hidden fact", "needle"))
+        ),
+        *(Column(head, plain(*_SHARES[head])) for head in list(_SHARES)[:-1]),
+    ],
+    rows=[
+        Row([label], arm)
+        for label, arm in (*STOCK, ("`streaming_llm`, half kept", "streaming_llm@0.5"))
+    ],
+)
+
+TABLES = [IDENTITY, DAMAGE, DAMAGE_SHARES, DAMAGE_OF_TEXT, DAMAGE_OF_FP8]
