@@ -135,7 +135,7 @@ DAMAGE = [
     ),
     Claim(
         SOURCE,
-        "the {} to {} cases that would tell policies apart to 0.01 nats at a half",
-        [tens(cases_needed(KL, "0.5"))[1], tens(cases_needed(TEXT, "0.5"))[1]],
+        "the cases, up to {}, that would tell policies apart to 0.01 nats of text",
+        [tens(cases_needed(TEXT, "0.5"))[1]],
     ),
 ]
