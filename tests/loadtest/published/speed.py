@@ -33,7 +33,7 @@ FRONTIER_DOCUMENT = Table(
             [label, arm],
             f"{name}@{pool}",
             instead={1: paired_ratio("output_throughput", f"native@{pool}")}
-            | ({2: "all"} if pool == "600" else {}),
+            | ({2: "all"} if pool == "600" or (name, pool) == ("native, fp8", "300") else {}),
         )
         for pool, label in (
             ("600", "ample, 600"),
@@ -42,6 +42,7 @@ FRONTIER_DOCUMENT = Table(
         )
         for name, arm in (
             ("native", "native (mode `off`)"),
+            ("native, fp8", "native, fp8 cache"),
             ("random/naive", "`random`, naive"),
             ("random/lazy", "`random`, lazy"),
             ("paged_eviction", "`paged_eviction`"),
