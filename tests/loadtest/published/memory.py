@@ -119,6 +119,16 @@ PAIRED_RATIOS = Table(
     ],
 )
 
+ARMS = {
+    "native": "native (mode `off`)",
+    "native, fp8": "native, fp8 cache",
+    "random/naive": "`random`, naive",
+    "random/lazy": "`random`, lazy",
+    "paged_eviction": "`paged_eviction`",
+    "zipage": "zipage, `random`",
+}
+"""Labels of the arms of ``frontier``."""
+
 POOLS = {"200": "tight, 200", "425": "roomy, 425"}
 
 FRONTIER = Table(
@@ -136,13 +146,8 @@ FRONTIER = Table(
     rows=[
         Row([label, arm], f"{name}@{pool}")
         for pool, label in POOLS.items()
-        for name, arm in (
-            ("native", "native (mode `off`)"),
-            ("random/naive", "`random`, naive"),
-            ("random/lazy", "`random`, lazy"),
-            ("paged_eviction", "`paged_eviction`"),
-            ("zipage", "zipage, `random`"),
-        )
+        for name, arm in ARMS.items()
+        if name != "native, fp8"
     ],
 )
 

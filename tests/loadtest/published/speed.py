@@ -12,6 +12,7 @@ from tests.loadtest.published.cells import (
     paired_ratio,
     ratio,
 )
+from tests.loadtest.published.memory import ARMS as FRONTIER_ARMS
 from tests.loadtest.published.numbers import interval, number
 from tests.loadtest.published.results import Figure, Result
 from tests.loadtest.published.tables import Column, Row, Table
@@ -40,13 +41,8 @@ FRONTIER_DOCUMENT = Table(
             ("300", "middling, 300"),
             ("200", "tight, 200"),
         )
-        for name, arm in (
-            ("native", "native (mode `off`)"),
-            ("native, fp8", "native, fp8 cache"),
-            ("random/naive", "`random`, naive"),
-            ("random/lazy", "`random`, lazy"),
-            ("paged_eviction", "`paged_eviction`"),
-        )
+        for name, arm in FRONTIER_ARMS.items()
+        if name != "zipage"
     ],
 )
 

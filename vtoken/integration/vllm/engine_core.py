@@ -15,8 +15,7 @@ from vtoken.config import LIVE_FIELDS, VTokenConfig
 from vtoken.errors import ConfigError, VTokenError
 from vtoken.history import MAX_CHANGES, ChangeInfo, diff
 from vtoken.integration.vllm.block_manager import VLLMBlockPool
-from vtoken.integration.vllm.options import generation_of
-from vtoken.integration.vllm.scheduler import VTokenSchedulerMixin
+from vtoken.integration.vllm.scheduler import VTokenSchedulerMixin, release_documents
 from vtoken.policies.registry import catalogue
 
 Payload = dict[str, Any]
@@ -126,8 +125,7 @@ def _change(
     warnings = layer.control.warnings(config, info)
     found = {"changes": diff(layer.config, config), "warnings": warnings}
     layer.control.change(config, info, payload.get("next_version"))
-    generations = {generation_of(request) for request in scheduler.requests.values()}
-    layer.control.release_documents(generations)
+    release_documents(layer, scheduler.requests)
     return {**_get_policy(scheduler, {}), **found}
 
 

@@ -10,6 +10,7 @@ import logging
 import time
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -105,7 +106,7 @@ class VTokenSchedulerMixin(SchedulerHooks):
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's schedule, with a :class:`StepMessage` attached to its output."""
-        self._release_documents()
+        release_documents(self.layer, self.requests)
         self.backpressure.step_begins()
         max_tokens = self.backpressure.max_step_tokens()
         if max_tokens is None:
@@ -214,14 +215,6 @@ class VTokenSchedulerMixin(SchedulerHooks):
 
     # -- blocks ----------------------------------------------------------------------------
 
-    def _release_documents(self) -> None:
-        """Forget policy documents whose last request has ended: what one of them asks for (chunks
-        that are cut, evictions one by one) is done for all requests.
-        """
-        control = self.layer.control
-        if control.keeps_documents:
-            control.release_documents({generation_of(r) for r in self.requests.values()})
-
     def on_blocks_freed(self, request: Request) -> None:
         """Finished, aborted or preempted: the table goes with the blocks."""
         in_flight, ended = request.num_in_flight_tokens, request.is_finished()
@@ -232,6 +225,18 @@ class VTokenSchedulerMixin(SchedulerHooks):
         self.layer.stats.inc("preemptions_total")
         if self.layer.config.record_evictions:  # nobody evicts nothing: a new life begins here
             self.eviction_log.append((request.request_id, request.num_computed_tokens, []))
+
+
+def release_documents(layer: TokenLayer, requests: Mapping[str, Request]) -> None:
+    """Forget policy documents whose last request has ended: what one of them asks for (chunks that
+    are cut, evictions one by one) is done for all requests.
+
+    Args:
+        layer: changes.
+        requests: all that have arrived and not ended.
+    """
+    if layer.control.keeps_documents:
+        layer.control.release_documents({generation_of(r) for r in requests.values()})
 
 
 class VTokenScheduler(VTokenSchedulerMixin, Scheduler):
